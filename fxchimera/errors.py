@@ -1,0 +1,19 @@
+"""The errors a user of fxchimera may meet; all of them derive from :class:`FxChimeraError`."""
+
+from __future__ import annotations
+
+from fxchimera_passes.errors import CaptureError, FxChimeraError, PartitionError
+
+__all__ = ["BatchError", "CaptureError", "FxChimeraError", "PartitionError", "PipelineError", "ScheduleError"]
+
+
+class ScheduleError(FxChimeraError, ValueError):
+    """An order cannot be made, read, lowered or proven; the message names the actions."""
+
+
+class BatchError(FxChimeraError, ValueError):
+    """A batch cannot be divided into micro-batches, or differs between ranks."""
+
+
+class PipelineError(FxChimeraError, RuntimeError):
+    """A step failed while running; the message names rank, stage, direction, micro-batch and action."""

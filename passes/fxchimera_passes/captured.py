@@ -1,0 +1,140 @@
+"""What a capture is: a ``torch.fx`` graph of one forward call, with everything later passes need to know about it.
+
+The graph's leaf modules are the user's own objects and its names are the user's own.  Every node carries a :class:`NodeInfo` in
+``node.meta["info"]``; nothing else in ``node.meta`` is read by other passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxchimera_passes.structure import Structure
+
+__all__ = ["CaptureReport", "Captured", "Guard", "NodeInfo", "RandomKey", "TensorMeta", "info"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """Shape, stride (in elements), dtype and whether a gradient flows back through a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorMeta:
+        """Read the meta data of ``tensor`` (fake, meta or real)."""
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
+
+    @property
+    def bytes(self) -> int:
+        """Size of the dense tensor in bytes."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class RandomKey:
+    """Names one random operation of a forward call, whatever the cuts: the ``ordinal``-th of call ``call`` of ``module``."""
+
+    module: str
+    call: int
+    ordinal: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeInfo:
+    """What the recording knows about one node.
+
+    ``value`` is the tensor that the node returns, None when it returns something else (a tuple, an object, a number).
+    ``depends`` holds any of "input", "parameter", "buffer", "random": what the value was computed from.
+    ``random`` lists the random operations that run inside the node, in execution order.
+    ``parameters``/``buffers`` are canonical names read anywhere inside the node (a leaf module's whole subtree).
+    ``writes`` are canonical names of buffers that the node writes.
+    ``forward_flops``/``moved_bytes`` are analytic: floating-point operations, and bytes read and written by the forward.
+    ``autocast`` is None outside autocast regions, else (device type, dtype, enabled).
+    ``line`` is the user's own "file:line" of the call, "" when unknown.
+    """
+
+    value: TensorMeta | None = None
+    depends: frozenset[str] = frozenset()
+    module: str = ""
+    grad_enabled: bool = True
+    autocast: tuple[str, torch.dtype, bool] | None = None
+    random: tuple[RandomKey, ...] = ()
+    parameters: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    forward_flops: float = 0.0
+    moved_bytes: float = 0.0
+    line: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guard:
+    """A value that the recording read into Python and that depends on the inputs only.
+
+    ``evaluate(inputs)`` computes it again from real input tensors (in placeholder order); the recording holds for a batch
+    iff the result equals ``expected``.
+    """
+
+    description: str
+    line: str
+    expected: Any
+    evaluate: Callable[[tuple[torch.Tensor, ...]], Any]
+
+    def holds(self, inputs: tuple[torch.Tensor, ...]) -> bool:
+        """Tell whether ``inputs`` would take the same path through the user's Python code."""
+        return bool(self.evaluate(inputs) == self.expected)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureReport:
+    """Why the capture looks as it does; printed to the user when something goes wrong.
+
+    ``opened``/``closed`` map a module's qualified name to the reason.  ``stateful`` maps a module whose forward changed Python
+    attributes to those attributes' names.  ``notes`` are single sentences.
+    """
+
+    opened: Mapping[str, str] = field(default_factory=dict)
+    closed: Mapping[str, str] = field(default_factory=dict)
+    stateful: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """One forward call of ``model`` as an fx graph.
+
+    The graph has one placeholder per input tensor, named ``input_0``, ``input_1``, ... in the order of ``in_structure`` (the
+    structure of ``(args, kwargs)``); its output node returns the tuple of the output's tensors in the order of
+    ``out_structure``.  ``call_module`` and ``get_attr`` targets are qualified names on ``model``, or keys of ``constants``.
+    Nodes ``pinned[i][0]..pinned[i][1]`` (positions in graph order, inclusive) must stay in one stage.
+    ``parameters`` maps every canonical parameter name of the model (as ``model.named_parameters()`` gives it) to all its names.
+    ``open_modules`` are the qualified names of modules recorded by their inner calls (always includes "" for the model itself).
+    """
+
+    graph: fx.Graph
+    model: nn.Module
+    constants: Mapping[str, Any]
+    in_structure: Structure
+    out_structure: Structure
+    pinned: tuple[tuple[int, int], ...]
+    parameters: Mapping[str, tuple[str, ...]]
+    open_modules: frozenset[str]
+    guards: tuple[Guard, ...]
+    report: CaptureReport
+
+
+def info(node: fx.Node) -> NodeInfo:
+    """Return what the recording knows about ``node``."""
+    found: NodeInfo = node.meta["info"]
+    return found
