@@ -1,8 +1,8 @@
 """A small zoo of models that every test shares: tiny, seeded, one architecture feature each.
 
-``MODELS[name](dtype=, seed=, batch=, dropout=)`` builds an :class:`Example`: the model in training mode, one batch of inputs, and the
-target and loss function, or None for both when the model returns its own loss.  The weights depend on ``seed`` only, so that
-two calls with other ``batch`` sizes give the same model.
+``MODELS[name](dtype=, seed=, batch=, dropout=)`` builds an :class:`Example`: the model in training mode, one batch of inputs, and
+the target and loss function, or None for both when the model returns its own loss.  The weights depend on ``seed`` only, so
+that two calls with other ``batch`` sizes give the same model.
 """
 
 from __future__ import annotations

@@ -120,6 +120,7 @@ class Captured:
     Nodes ``pinned[i][0]..pinned[i][1]`` (positions in graph order, inclusive) must stay in one stage.
     ``parameters`` maps every canonical parameter name of the model (as ``model.named_parameters()`` gives it) to all its names.
     ``open_modules`` are the qualified names of modules recorded by their inner calls (always includes "" for the model itself).
+    ``device`` is where the recording's tensors live; a ``torch.device`` argument in the graph means it.
     """
 
     graph: fx.Graph
@@ -132,9 +133,13 @@ class Captured:
     open_modules: frozenset[str]
     guards: tuple[Guard, ...]
     report: CaptureReport
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+_NOTHING = NodeInfo()
 
 
 def info(node: fx.Node) -> NodeInfo:
-    """Return what the recording knows about ``node``."""
-    found: NodeInfo = node.meta["info"]
+    """Return what the recording knows about ``node``; the output node, which computes nothing, has an empty record."""
+    found: NodeInfo = _NOTHING if node.op == "output" and "info" not in node.meta else node.meta["info"]
     return found

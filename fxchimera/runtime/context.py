@@ -1,0 +1,48 @@
+"""The caller's surroundings, so that an action on another thread runs as if the caller had run it."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+__all__ = ["CallerContext"]
+
+_T = TypeVar("_T")
+
+
+class CallerContext:
+    """Grad mode, autocast, default dtype's device, thread count and context variables at the moment of construction.
+
+    A new thread inherits none of torch's, which are thread-local.
+    """
+
+    def __init__(self) -> None:
+        self._variables = contextvars.copy_context()
+        self._grad = torch.is_grad_enabled()
+        self._device = torch.get_default_device()
+        self._threads = torch.get_num_threads()
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
+            for kind in ("cpu", torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "")
+            if kind
+        ]
+
+    def run(self, function: Callable[[], _T]) -> _T:
+        """Call ``function`` on the present thread under the caller's surroundings; usable from several threads at once."""
+        return self._variables.copy().run(self._enter, function)
+
+    def _enter(self, function: Callable[[], _T]) -> _T:
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self._grad))
+            if self._device != torch.get_default_device():
+                stack.enter_context(self._device)
+            for kind, dtype, enabled, cache in self._autocast:
+                if enabled:
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
+            return function()

@@ -1,0 +1,146 @@
+"""Everything that runs: replicas, transports and executors of this process's ranks, and the proven orders they follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fxchimera.errors import FxChimeraError
+from fxchimera.runtime.crew import Crew
+from fxchimera.runtime.distributed import DistributedTransport
+from fxchimera.runtime.exchange import Exchange, sync_edges
+from fxchimera.runtime.executor import Executor, Job, Result
+from fxchimera.runtime.local import LocalTransport
+from fxchimera.runtime.program import Program
+from fxchimera.runtime.replica import Replica
+from fxchimera.runtime.transport import Transport
+from fxchimera.runtime.world import LocalWorld, World
+from fxchimera.schedule.check import check
+from fxchimera.schedule.families import forward_only
+from fxchimera.schedule.lower import lower
+from fxchimera.schedule.order import Order
+from fxchimera.schedule.profile import Costs
+from fxchimera.schedule.timeline import Timeline
+from fxchimera_passes.plan import StagePlan
+
+__all__ = ["Engine", "Orders"]
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """The lowered and proven orders of one pipeline: a step, a step without the gradient exchange, a forward-only call."""
+
+    step: Order
+    unsynchronised: Order
+    forward: Order
+
+    @classmethod
+    def of(cls, order: Order, plan: StagePlan, costs: Costs, sizes: Mapping[str, int]) -> Orders:
+        """Lower and prove a compute-only order and what follows from it.
+
+        Raises:
+            ScheduleError: An order cannot be proven.
+        """
+        edges = sync_edges(plan, order.placement, sizes)
+        step = lower(order, costs, sync=edges)
+        bare = Order(step.name, step.placement, tuple(tuple(a for a in rank if a.kind.content != "G") for rank in step.ranks))
+        forward = lower(forward_only(order), costs, sync=edges)
+        for each in (step, bare, forward):
+            check(each)
+        return cls(step, bare, forward)
+
+
+class Engine:
+    """The ranks of this process, ready to run jobs.
+
+    All processes construct it at the same time.  Afterwards, when processes are ranks, the parameters of the user's model that
+    this rank does not own are meta tensors, so that a stale use fails loudly.
+    """
+
+    def __init__(self, model: nn.Module, program: Program, orders: Orders, world: World) -> None:
+        self.orders = orders
+        self.world = world
+        self.placement = orders.step.placement
+        self._refuse_unsafe(program)
+        local = isinstance(world, LocalWorld)
+        channels = sorted({*check(orders.step).channels, *check(orders.forward).channels})
+        shared: Transport | None = LocalTransport(channels, world.failure) if local else None
+        self.executors: list[Executor] = []
+        self._transports: list[Transport] = []
+        for rank in world.ranks:
+            transport = shared or DistributedTransport(rank, channels, world.failure)
+            self._transports.append(transport)
+            replicas = {
+                (pipe, stage): Replica(model, program, pipe, stage, shares_memory=local)
+                for pipe, stage in self.placement.replicas(rank)
+            }
+            exchange = Exchange(rank, self.placement, program.plan, replicas)
+            self.executors.append(Executor(rank, self.placement, replicas, exchange, transport, world.failure))
+        self.owned = {name: p for executor in self.executors for name, p in executor.exchange.owned.items()}
+        if not local:
+            _drop_unowned(model, set(map(id, self.owned.values())))
+        self._crew = Crew(self.executors, world.failure)
+
+    def run(self, job: Job) -> tuple[list[Result], Timeline]:
+        """Run a job on this process's ranks; returns their results and the measured timeline of these ranks.
+
+        Raises:
+            PipelineError: A rank failed.
+        """
+        results = self._crew.run(job)
+        events = sorted((e for result in results for e in result.events), key=lambda e: (e.start, e.rank, e.end))
+        return results, Timeline(f"{job.order.name} (measured)", self.placement, tuple(events))
+
+    def close(self) -> None:
+        """End threads and connections; may be called more than once."""
+        self._crew.close()
+        for transport in self._transports:
+            transport.close()
+        self._transports = []
+        self.world.close()
+
+    def _refuse_unsafe(self, program: Program) -> None:
+        """Two replicas of a stage cannot share what its modules keep for themselves, but for batch norm's statistics."""
+        if len(self.placement.pipes) < 2:
+            return
+        report = program.captured.report
+        for name, attributes in report.stateful.items():
+            raise FxChimeraError(
+                f"module {name!r} ({type(program.captured.model.get_submodule(name)).__name__}) changes its attributes "
+                f"{list(attributes)} in forward, which a schedule with two copies of each stage cannot keep consistent; "
+                f'use schedule="1f1b", or keep that state outside the model'
+            )
+        for name in sorted(_written_buffers(program) - _norm_buffers(program.captured.model)):
+            raise FxChimeraError(
+                f"buffer {name!r} is written in forward outside batch norm, which a schedule with two copies of each stage "
+                'cannot keep consistent; use schedule="1f1b"'
+            )
+
+
+def _written_buffers(program: Program) -> set[str]:
+    return {name for node in program.captured.graph.nodes for name in node.meta["info"].writes}
+
+
+def _norm_buffers(model: nn.Module) -> set[str]:
+    return {
+        f"{name}.{buffer}" if name else buffer
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        for buffer in module._buffers
+    }
+
+
+def _drop_unowned(model: nn.Module, owned: set[int]) -> None:
+    """Replace the parameters whose ``id`` is not in ``owned`` by meta tensors, keeping ties."""
+    replaced: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in owned or parameter.is_meta:
+                continue
+            meta = torch.empty_like(parameter, device="meta")
+            module._parameters[name] = replaced.setdefault(id(parameter), nn.Parameter(meta, requires_grad=parameter.requires_grad))
+
+

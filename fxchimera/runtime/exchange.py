@@ -1,0 +1,211 @@
+"""What the replicas of a stage tell each other: parameters from owner to mirror, gradients from mirror to owner.
+
+The protocol is unconditional, because users step, accumulate, evaluate and swap weights irregularly: every step and every
+forward-only call begins with a refresh, every step ends with the gradients at their owner.  A mirror's gradients belong to the
+step: they are taken off the mirror as soon as its last backward is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fxchimera.runtime.batchnorm import Delta, apply_deltas
+from fxchimera.runtime.gradients import GradientSum, add_to_grad, take_gradients
+from fxchimera.runtime.message import Payload
+from fxchimera.runtime.replica import Replica
+from fxchimera.schedule.placement import Placement
+from fxchimera.schedule.profile import SyncEdge
+from fxchimera_passes.captured import TensorMeta
+from fxchimera_passes.plan import StagePlan
+
+__all__ = ["Exchange", "sync_edges"]
+
+_Moment = tuple[int, int]  # (step, micro-batch)
+
+
+def sync_edges(plan: StagePlan, placement: Placement, sizes: Mapping[str, int]) -> tuple[SyncEdge, ...]:
+    """List who mirrors whose parameters (or buffers), in one fixed order; ``sizes`` are the parameters' bytes."""
+    edges = []
+    for pipe, ranks in enumerate(placement.pipes):
+        for stage, rank in zip(plan.stages, ranks, strict=True):
+            shares: dict[int, int] = {}
+            for name in stage.parameters:
+                owner = placement.pipes[0][plan.owner[name]]
+                shares[owner] = shares.get(owner, 0) + sizes[name]
+            if pipe and stage.buffers:
+                shares.setdefault(placement.pipes[0][stage.index], 0)
+            edges += [SyncEdge(stage.index, rank, owner, size) for owner, size in sorted(shares.items()) if owner != rank]
+    return tuple(edges)
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """One edge as seen from either end: the names that travel, and whether the stage's buffers and statistics do."""
+
+    use: tuple[int, int]
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+
+
+class Exchange:
+    """The replicas of one rank and the links to the owners and mirrors of their parameters."""
+
+    def __init__(self, rank: int, placement: Placement, plan: StagePlan, replicas: Mapping[tuple[int, int], Replica]) -> None:
+        self._rank = rank
+        self._placement = placement
+        self._plan = plan
+        self._replicas = replicas
+        self._sums: dict[str, GradientSum] = {}
+        self._earlier: dict[str, torch.Tensor | None] = {}
+        self._pending: dict[tuple[int, int], dict[str, GradientSum]] = {}
+        self._deltas: dict[tuple[int, int], dict[_Moment, dict[str, Delta]]] = {}
+        self.owned: dict[str, nn.Parameter] = {}
+        for (pipe, stage), replica in sorted(replicas.items()):
+            if pipe == 0:
+                self.owned |= {n: p for n, p in replica.parameters.items() if plan.owner[n] == stage}
+
+    # ------------------------------------------------------------------ the step's begin and end
+
+    def begin(self) -> None:
+        """Set aside the gradients that earlier steps left on the owned parameters."""
+        self._earlier = take_gradients(self.owned)
+
+    def close_replica(self, replica: Replica, step: int) -> None:
+        """Take the gradients and statistics off a replica whose last backward of the step is done."""
+        use = (replica.pipe, replica.stage)
+        for name, gradient in take_gradients(replica.parameters).items():
+            owner = self._placement.pipes[0][self._plan.owner[name]]
+            sums = self._sums if owner == self._rank else self._pending.setdefault(use, {})
+            sums.setdefault(name, GradientSum()).add(use, gradient)
+        moments = self._deltas.setdefault(use, {})
+        moments.update({(step, microbatch): deltas for microbatch, deltas in replica.deltas.items()})
+        replica.deltas.clear()
+
+    def finish(self, *, synchronised: bool) -> None:
+        """Put gradients back on the owned parameters: the sum of all replicas added to what was there, if ``synchronised``."""
+        for name, parameter in self.owned.items():
+            total = self._sums[name].total() if synchronised and name in self._sums else None
+            add_to_grad(parameter, self._earlier.get(name), total)
+        self._earlier = {}
+        if synchronised:
+            self._sums.clear()
+            self._pending.clear()
+            self._apply_statistics()
+
+    def abandon(self) -> None:
+        """After a failure: give the owned parameters back the gradients they had, and drop the step's."""
+        for name, earlier in self._earlier.items():
+            self.owned[name].grad = earlier
+        self._earlier = {}
+        self._sums.clear()
+        self._pending.clear()
+        self._deltas.clear()
+        for replica in self._replicas.values():
+            replica.forget()
+            take_gradients({name: replica.parameters[name] for name in replica.mirrored})
+
+    # ------------------------------------------------------------------ messages
+
+    def refresh_metas(self, stage: int, mirror: int, owner: int) -> tuple[TensorMeta, ...]:
+        """Meta data of a refresh along an edge."""
+        link = self._link(stage, mirror, owner)
+        return tuple(self._meta(name) for name in (*link.parameters, *link.buffers))
+
+    def refresh_payload(self, stage: int, mirror: int) -> Payload:
+        """What this rank, as owner, sends to a mirror."""
+        link = self._link(stage, mirror, self._rank)
+        buffers = self._replicas[0, stage].buffers if link.buffers else {}
+        return [*(self.owned[name].detach() for name in link.parameters), *(buffers[name] for name in link.buffers)]
+
+    def refresh(self, stage: int, owner: int, payload: Payload, *, shares_memory: bool) -> None:
+        """Take over the owner's values in this rank's mirror."""
+        link = self._link(stage, self._rank, owner)
+        replica = self._replicas[link.use]
+        with torch.no_grad():
+            for name, value in zip((*link.parameters, *link.buffers), payload, strict=True):
+                assert value is not None
+                if name in replica.buffers and name not in link.parameters:
+                    replica.buffers[name].copy_(value)
+                elif not shares_memory:
+                    replica.parameters[name].copy_(value)
+                elif replica.parameters[name].data_ptr() != value.data_ptr():  # the user has put another tensor in its place
+                    replica.parameters[name].data = value
+
+    def alias_local(self) -> None:
+        """Refresh the mirrors whose owner is on this very rank."""
+        for replica in self._replicas.values():
+            for name in replica.mirrored:
+                if name in self.owned and replica.parameters[name].data_ptr() != self.owned[name].data_ptr():
+                    replica.parameters[name].data = self.owned[name].detach()
+
+    def gradient_metas(self, stage: int, mirror: int, owner: int, moments: Sequence[_Moment]) -> tuple[TensorMeta, ...]:
+        """Meta data of the gradients along an edge; ``moments`` are the micro-batches whose statistics travel too."""
+        link = self._link(stage, mirror, owner)
+        metas = [self._meta(name) for name in link.parameters]
+        if link.buffers:
+            for layer in self._replicas_of(stage)[0].norms:
+                statistic = layer.module.running_mean
+                if layer.writes and statistic is not None:
+                    one = TensorMeta(tuple(statistic.shape), tuple(statistic.stride()), statistic.dtype, False)
+                    metas += [one, one, TensorMeta((), (), torch.int64, False)] * len(moments)
+        return tuple(metas)
+
+    def gradient_payload(self, stage: int, owner: int, moments: Sequence[_Moment]) -> Payload:
+        """What this rank, as mirror, sends to an owner."""
+        link = self._link(stage, self._rank, owner)
+        pending = self._pending.get(link.use, {})
+        payload: Payload = [pending[name].total() if name in pending else None for name in link.parameters]
+        if link.buffers:
+            for layer in self._replicas[link.use].norms:
+                for moment in moments if layer.writes else ():
+                    delta = self._deltas.get(link.use, {}).get(moment, {}).get(layer.name)
+                    payload += [delta.mean, delta.var, torch.tensor(delta.calls)] if delta else [None, None, None]
+            self._deltas.pop(link.use, None)
+        return payload
+
+    def add_gradients(self, stage: int, mirror: int, payload: Payload, moments: Sequence[_Moment]) -> None:
+        """Take a mirror's gradients and statistics into this owner's sums."""
+        link = self._link(stage, mirror, self._rank)
+        for name, gradient in zip(link.parameters, payload, strict=False):
+            self._sums.setdefault(name, GradientSum()).add(link.use, gradient)
+        rest = payload[len(link.parameters) :]
+        names = [layer.name for layer in self._replicas[0, stage].norms if layer.writes] if rest else []
+        for i, (name, moment) in enumerate((name, moment) for name in names for moment in moments):
+            mean, var, calls = rest[3 * i : 3 * i + 3]
+            if mean is not None and var is not None and calls is not None:
+                delta = Delta(mean, var, int(calls))
+                self._deltas.setdefault(link.use, {}).setdefault(moment, {})[name] = delta
+
+    # ------------------------------------------------------------------ details
+
+    def _apply_statistics(self) -> None:
+        """Update the owned batch-norm layers with the deltas of all micro-batches, in order."""
+        for (pipe, stage), replica in self._replicas.items():
+            if pipe:
+                continue
+            moments: dict[_Moment, dict[str, Delta]] = {}
+            for use in [use for use in self._deltas if use[1] == stage]:
+                moments.update(self._deltas.pop(use))
+            for layer in replica.norms:
+                apply_deltas(layer.module, [moments[m][layer.name] for m in sorted(moments) if layer.name in moments[m]])
+
+    def _link(self, stage: int, mirror: int, owner: int) -> _Link:
+        pipe = next(pipe for pipe, held in self._placement.replicas(mirror) if held == stage)
+        pipes, plan = self._placement.pipes, self._plan
+        names = tuple(name for name in plan.stages[stage].parameters if pipes[0][plan.owner[name]] == owner)
+        buffers = plan.stages[stage].buffers if pipe and pipes[0][stage] == owner else ()
+        return _Link((pipe, stage), names, buffers)
+
+    def _replicas_of(self, stage: int) -> list[Replica]:
+        return [replica for (_, held), replica in sorted(self._replicas.items()) if held == stage]
+
+    def _meta(self, name: str) -> TensorMeta:
+        for replica in self._replicas.values():
+            tensor = replica.parameters.get(name, replica.buffers.get(name))
+            if tensor is not None:
+                return TensorMeta(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, False)
+        raise KeyError(name)

@@ -1,0 +1,303 @@
+"""Run one rank's list of actions: compute, hand over, take what is needed.
+
+Receives are posted when the step starts, in projected order, so a RECV needs no action of its own: a compute waits for its data.
+Sends return at once.  Every action is timed, which makes the measured Timeline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fxchimera.errors import FxChimeraError, PipelineError
+from fxchimera.runtime.exchange import Exchange
+from fxchimera.runtime.failure import Cause, Failure
+from fxchimera.runtime.loss import LossFn, loss_of
+from fxchimera.runtime.message import Key, Payload
+from fxchimera.runtime.microbatch import Batch
+from fxchimera.runtime.program import Program
+from fxchimera.runtime.replica import Replica
+from fxchimera.runtime.transport import Expected, Transport
+from fxchimera.schedule.action import Action, Kind
+from fxchimera.schedule.channel import channel, peer
+from fxchimera.schedule.order import Order
+from fxchimera.schedule.placement import Placement
+from fxchimera.schedule.timeline import Event
+from fxchimera_passes.captured import TensorMeta
+from fxchimera_passes.keyed import microbatch_randomness
+
+__all__ = ["Executor", "Job", "Result"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One step or forward-only call, the same on every rank.
+
+    ``weights`` are the micro-batches' shares of the loss; ``pending_steps`` the steps whose statistics the exchange carries (this one
+    last); ``train`` asks for backwards and the exchange, ``wants_loss`` and ``wants_outputs`` for what the last stage returns.
+    """
+
+    step: int
+    seed: int
+    batch: Batch
+    programs: tuple[Program, ...]
+    order: Order
+    weights: tuple[float, ...]
+    loss_fn: LossFn | None
+    loss_scale: float = 1.0
+    pending_steps: tuple[int, ...] = ()
+    train: bool = True
+    synchronised: bool = True
+    wants_loss: bool = True
+    wants_outputs: bool = False
+
+
+@dataclass(slots=True)
+class Result:
+    """What one rank brings back: losses and outputs of the micro-batches whose last stage it ran, and the timed actions."""
+
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+
+
+class Executor:
+    """One rank: its replicas, its exchange with other ranks, and the transport."""
+
+    def __init__(
+        self,
+        rank: int,
+        placement: Placement,
+        replicas: Mapping[tuple[int, int], Replica],
+        exchange: Exchange,
+        transport: Transport,
+        failure: Failure,
+    ) -> None:
+        self.rank = rank
+        self.exchange = exchange
+        self.replicas = replicas
+        self._placement = placement
+        self._transport = transport
+        self._failure = failure
+
+    def run(self, job: Job) -> Result:
+        """Run this rank's actions of ``job.order``.
+
+        Raises:
+            PipelineError: An action failed here or on another rank; the message names the first cause.
+        """
+        run = _Run(self.rank, self._placement, self.replicas, self.exchange, self._transport, job)
+        try:
+            run.begin()
+            for action in job.order.ranks[self.rank]:
+                self._failure.check()
+                run.act(action)
+            run.finish()
+        except BaseException as error:
+            self.exchange.abandon()
+            raise self._blame(error, run) from error
+        return run.result
+
+    def _blame(self, error: BaseException, run: _Run) -> PipelineError:
+        if self._failure.cause is not None:
+            return self._failure.cause.error()
+        text = f"{run.position}: {type(error).__name__}: {error}"
+        return self._failure.report(Cause(self.rank, text)).error()
+
+
+class _Run:
+    """The state of one job on one rank."""
+
+    def __init__(
+        self,
+        rank: int,
+        placement: Placement,
+        replicas: Mapping[tuple[int, int], Replica],
+        exchange: Exchange,
+        transport: Transport,
+        job: Job,
+    ) -> None:
+        self.result = Result()
+        self.position = "before the first action"
+        self._rank, self._placement, self._replicas = rank, placement, replicas
+        self._exchange, self._transport, self._job = exchange, transport, job
+        self._actions = job.order.ranks[rank]
+        self._outbox: dict[Key, Payload] = {}
+        self._losses: dict[int, torch.Tensor] = {}
+        self._refreshes: dict[int, list[Action]] = {}
+        self._last_backward = {(placement.pipe_of[_mb(a)], a.stage): a for a in self._actions if a.kind is Kind.B}
+        self._deferred_norms = job.train and len(placement.pipes) > 1
+
+    def begin(self) -> None:
+        """Post all receives and set earlier gradients aside."""
+        for replica in self._replicas.values():
+            replica.follow_modes()
+        if self._job.train:
+            self._exchange.begin()
+        self._exchange.alias_local()
+        expected = []
+        for action in self._actions:
+            if action.kind.is_recv and (metas := self._metas(action)):
+                expected.append(Expected(channel(action, self._rank, self._placement), Key.of(action), metas))
+            if action.kind is Kind.RECV_P:
+                self._refreshes.setdefault(action.stage, []).append(action)
+        self._transport.post(expected)
+
+    def act(self, action: Action) -> None:
+        """Do one action."""
+        self.position = self._describe(action)
+        if action.kind is Kind.F:
+            self._forward(action)
+        elif action.kind is Kind.B:
+            self._backward(action)
+        elif action.kind.is_send:
+            with self._timed(action):
+                self._send(action)
+        elif action.kind in (Kind.I, Kind.W):
+            raise FxChimeraError(f"{action}: split backwards (I, W) are not run yet; use a schedule with full backwards (B)")
+
+    def finish(self) -> None:
+        """Take what is still to come, and put the gradients on the owned parameters."""
+        for stage in list(self._refreshes):
+            self._refresh(stage)
+        if not self._job.train:
+            return
+        for action in self._actions:
+            if action.kind is Kind.RECV_G:
+                self.position = self._describe(action)
+                assert action.peer is not None
+                with self._timed(action):
+                    payload = self._receive(action)
+                self._exchange.add_gradients(action.stage, action.peer, payload, self._moments(action.stage, action.peer))
+        self._exchange.finish(synchronised=self._job.synchronised)
+
+    # ------------------------------------------------------------------ computes
+
+    def _forward(self, action: Action) -> None:
+        microbatch, stage = _mb(action), action.stage
+        self._refresh(stage)
+        job = self._job
+        program = job.programs[microbatch]
+        received: Payload = []
+        if stage > 0:
+            received = self._take(Action(stage, Kind.RECV_F, microbatch))
+            if self._transport.shares_memory:  # the stage may write into what it received
+                received = [None if t is None else t.clone(memory_format=torch.preserve_format) for t in received]
+        with self._timed(action), microbatch_randomness(job.seed, job.step, microbatch):
+            outputs = self._replica(action).forward(
+                microbatch, program, received, job.batch.microbatches[microbatch].inputs, deferred_norms=self._deferred_norms
+            )
+            if stage == self._placement.num_stages - 1:
+                self._end_of_model(microbatch, program, outputs)
+            else:
+                self._outbox[Key.of(Action(stage, Kind.SEND_F, microbatch))] = list(outputs)
+
+    def _end_of_model(self, microbatch: int, program: Program, outputs: list[torch.Tensor]) -> None:
+        job = self._job
+        output = program.captured.out_structure.rebuild(outputs)
+        if job.wants_loss:
+            loss = loss_of(output, job.batch.microbatches[microbatch].target, job.loss_fn)
+            self._losses[microbatch] = loss
+            self.result.losses[microbatch] = loss.detach()
+        if job.wants_outputs:
+            self.result.outputs[microbatch] = output
+
+    def _backward(self, action: Action) -> None:
+        microbatch, stage = _mb(action), action.stage
+        is_last = stage == self._placement.num_stages - 1
+        received = [] if is_last else self._take(Action(stage, Kind.RECV_B, microbatch))
+        replica = self._replica(action)
+        seed = self._job.weights[microbatch] * self._job.loss_scale
+        with self._timed(action), microbatch_randomness(self._job.seed, self._job.step, microbatch):
+            gradients = replica.backward(microbatch, received, self._losses.pop(microbatch, None), seed)
+        if stage > 0:
+            self._outbox[Key.of(Action(stage, Kind.SEND_B, microbatch))] = gradients
+        if self._last_backward[replica.pipe, stage] == action:
+            self._exchange.close_replica(replica, self._job.step)
+
+    # ------------------------------------------------------------------ messages
+
+    def _send(self, action: Action) -> None:
+        assert action.kind.is_send
+        metas = self._metas(action)
+        if action.kind is Kind.SEND_P:
+            assert action.peer is not None
+            payload = self._exchange.refresh_payload(action.stage, action.peer)
+        elif action.kind is Kind.SEND_G:
+            assert action.peer is not None
+            payload = self._exchange.gradient_payload(action.stage, action.peer, self._moments(action.stage, self._rank))
+        else:
+            payload = self._outbox.pop(Key.of(action))
+        if metas:
+            self._transport.send(channel(action, self._rank, self._placement), Key.of(action), payload, metas)
+
+    def _take(self, action: Action) -> Payload:
+        """Return what the neighbouring stage has left for ``action``: from this rank's own outbox, or by message."""
+        if peer(action, self._rank, self._placement) == self._rank:
+            return self._outbox.pop(Key.of(action))
+        return self._receive(action)
+
+    def _receive(self, action: Action) -> Payload:
+        if not self._metas(action):
+            return []
+        what = self._describe(action)
+        return self._transport.receive(channel(action, self._rank, self._placement), Key.of(action), what)
+
+    def _refresh(self, stage: int) -> None:
+        """Wait for the owners' parameters before the first compute of a mirror."""
+        for action in self._refreshes.pop(stage, ()):
+            assert action.peer is not None
+            with self._timed(action):
+                payload = self._receive(action)
+            self._exchange.refresh(stage, action.peer, payload, shares_memory=self._transport.shares_memory)
+
+    def _metas(self, action: Action) -> tuple[TensorMeta, ...]:
+        stage = action.stage
+        if action.peer is not None:
+            receives = action.kind.is_recv
+            if action.kind.content == "P":
+                mirror, owner = (self._rank, action.peer) if receives else (action.peer, self._rank)
+                return self._exchange.refresh_metas(stage, mirror, owner)
+            mirror, owner = (action.peer, self._rank) if receives else (self._rank, action.peer)
+            return self._exchange.gradient_metas(stage, mirror, owner, self._moments(stage, mirror))
+        program = self._job.programs[_mb(action)]
+        if action.kind is Kind.SEND_F:
+            return program.forward_metas(stage + 1)
+        if action.kind is Kind.RECV_F:
+            return program.forward_metas(stage)
+        return program.backward_metas(stage - 1 if action.kind is Kind.SEND_B else stage)
+
+    # ------------------------------------------------------------------ details
+
+    def _moments(self, stage: int, mirror: int) -> list[tuple[int, int]]:
+        """The micro-batches, of this step and of those left unsynchronised before it, that a mirror has seen."""
+        if not self._deferred_norms:
+            return []
+        pipe = next(pipe for pipe, held in self._placement.replicas(mirror) if held == stage)
+        return [(step, microbatch) for step in self._job.pending_steps for microbatch in self._placement.microbatches(pipe)]
+
+    def _replica(self, action: Action) -> Replica:
+        return self._replicas[self._placement.pipe_of[_mb(action)], action.stage]
+
+    def _describe(self, action: Action) -> str:
+        if action.microbatch is None:
+            return f"rank {self._rank}, stage {action.stage}, action {action}"
+        pipe = self._placement.pipe_name(self._placement.pipe_of[action.microbatch])
+        return f"rank {self._rank}, stage {action.stage} ({pipe}), micro-batch {action.microbatch}, action {action}"
+
+    @contextlib.contextmanager
+    def _timed(self, action: Action) -> Iterator[None]:
+        start = time.monotonic()
+        with torch.profiler.record_function(f"PP:{action}"):
+            yield
+        self.result.events.append(Event(self._rank, action, start, time.monotonic()))
+
+
+def _mb(action: Action) -> int:
+    assert action.microbatch is not None
+    return action.microbatch

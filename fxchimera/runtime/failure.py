@@ -1,0 +1,84 @@
+"""One rank's failure becomes every rank's error, and no wait is without a bound.
+
+The first cause wins.  A rank that waits for a message looks here between short naps, so it stops within a fraction of a second
+after another rank has failed, and it raises on its own when the message has not come within the limit.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from typing import TypeVar
+
+from fxchimera.errors import PipelineError
+
+__all__ = ["Cause", "Failure", "Limits"]
+
+_T = TypeVar("_T")
+
+_NAP_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long a rank waits for one message before it gives up, in seconds."""
+
+    wait_seconds: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What failed first: the rank, and a text that names stage, direction, micro-batch, action and the original exception."""
+
+    rank: int
+    text: str
+
+    def error(self) -> PipelineError:
+        """Return the error that every rank raises."""
+        return PipelineError(f"rank {self.rank} failed: {self.text}")
+
+
+class Failure:
+    """The cause of a failure as one process sees it; set once, by whoever is first."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._lock = threading.Lock()
+        self._cause: Cause | None = None
+
+    @property
+    def cause(self) -> Cause | None:
+        """The first cause, None while nothing has failed."""
+        return self._cause
+
+    def report(self, cause: Cause) -> Cause:
+        """Note a failure and return the first cause, which may be another's."""
+        with self._lock:
+            if self._cause is None:
+                self._cause = cause
+            return self._cause
+
+    def check(self) -> None:
+        """Raise if any rank has failed."""
+        if self._cause is not None:
+            raise self._cause.error()
+
+    def wait(self, source: queue.SimpleQueue[_T], what: str) -> _T:
+        """Take the next item of ``source``; ``what`` says who waits for what.
+
+        Raises:
+            PipelineError: Another rank has failed meanwhile, or the limit has passed.
+        """
+        deadline = time.monotonic() + self.limits.wait_seconds
+        while True:
+            try:
+                return source.get(timeout=_NAP_SECONDS)
+            except queue.Empty:
+                self.check()
+                if time.monotonic() > deadline:
+                    raise PipelineError(
+                        f"{what} has waited {self.limits.wait_seconds:g} s; the sender is slow or gone. A longer limit is "
+                        "set by pipeline(..., wait_seconds=)"
+                    ) from None

@@ -1,0 +1,60 @@
+"""How the gradients of one parameter are summed: always in the same association, whatever arrives first.
+
+A parameter has one owner and a mirror in every other replica that reads it.  Each replica sums over its micro-batches, ascending;
+then the uses of a tied parameter are added by stage, ascending; then the pipelines, down before up.  The plain reference sums in
+the same order, which is what makes bitwise comparison meaningful.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+__all__ = ["GradientSum", "add_to_grad", "take_gradients"]
+
+Use = tuple[int, int]  # (pipe, stage) of the replica that read the parameter
+
+
+@dataclass(slots=True)
+class GradientSum:
+    """The contributions to one parameter's gradient in one step, by the replica they come from."""
+
+    parts: dict[Use, torch.Tensor] = field(default_factory=dict)
+
+    def add(self, use: Use, gradient: torch.Tensor | None) -> None:
+        """Note what one replica contributes; a second contribution of the same replica (no_sync) is added to the first."""
+        if gradient is not None:
+            self.parts[use] = self.parts[use] + gradient if use in self.parts else gradient
+
+    def total(self) -> torch.Tensor | None:
+        """Sum the contributions in the fixed order; None when no replica had a gradient."""
+        total: torch.Tensor | None = None
+        for pipe in sorted({pipe for pipe, _ in self.parts}):
+            partial: torch.Tensor | None = None
+            for use in sorted(use for use in self.parts if use[0] == pipe):
+                partial = self.parts[use] if partial is None else partial + self.parts[use]
+            assert partial is not None
+            total = partial if total is None else total + partial
+        return total
+
+
+def take_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor | None]:
+    """Remove and return the gradients that autograd left on ``parameters``."""
+    taken = {}
+    for name, parameter in parameters.items():
+        taken[name] = parameter.grad
+        parameter.grad = None
+    return taken
+
+
+def add_to_grad(parameter: nn.Parameter, earlier: torch.Tensor | None, total: torch.Tensor | None) -> None:
+    """Set ``parameter.grad`` to what earlier steps left there plus this step's total, keeping the earlier tensor object."""
+    if earlier is None or total is None:
+        parameter.grad = total if earlier is None else earlier
+        return
+    with torch.no_grad():
+        earlier.add_(total)
+    parameter.grad = earlier

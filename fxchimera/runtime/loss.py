@@ -1,0 +1,157 @@
+"""The loss of a micro-batch, and how much it counts in the loss of the batch.
+
+The mean over a batch is not the mean of its micro-batches' means when they differ in rows or in real tokens, so every
+micro-batch gets a weight that is computed from the host batch before anything runs; the weights sum to one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from fxchimera.errors import BatchError, FxChimeraError
+from fxchimera.runtime.microbatch import Batch, MicroBatch
+from fxchimera_passes.structure import flatten
+
+__all__ = ["LossFn", "LossWeight", "find_loss", "loss_of", "total_loss", "weights_of"]
+
+LossFn = Callable[..., torch.Tensor]
+LossWeight = Literal["samples", "sum"] | int | Callable[[Any, tuple[Any, ...], dict[str, Any]], float]
+
+_IGNORE_INDEX = -100
+
+
+def loss_of(output: Any, target: Any, loss_fn: LossFn | None) -> torch.Tensor:
+    """Return the scalar loss of one micro-batch's output.
+
+    Raises:
+        FxChimeraError: The loss is not a scalar tensor, or the model's output holds none.
+    """
+    if loss_fn is None:
+        return find_loss(output)
+    loss = loss_fn(output) if target is None else loss_fn(output, target)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        found = f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}" if isinstance(loss, torch.Tensor) else f"{loss!r}"
+        raise FxChimeraError(
+            f"loss_fn {_where(loss_fn)} must return a scalar floating-point tensor, but returned {found}; "
+            "reduce it, for instance with .mean()"
+        )
+    return loss.reshape(())
+
+
+def find_loss(output: Any) -> torch.Tensor:
+    """Find the loss in the output of a model that computes its own: a scalar, a pair with one scalar, ["loss"] or .loss.
+
+    Raises:
+        FxChimeraError: No such scalar, or more than one.
+    """
+    candidates: list[Any]
+    if isinstance(output, torch.Tensor):
+        candidates = [output]
+    elif isinstance(output, Mapping) and "loss" in output:
+        candidates = [output["loss"]]
+    elif getattr(output, "loss", None) is not None:
+        candidates = [output.loss]
+    elif isinstance(output, (tuple, list)):
+        candidates = [item for item in output if _is_scalar(item)]
+    else:
+        candidates = []
+    losses = [candidate for candidate in candidates if _is_scalar(candidate)]
+    if len(losses) != 1:
+        shapes = [tuple(tensor.shape) for tensor in flatten(output)[0]]
+        raise FxChimeraError(
+            f"loss_fn is None, but the model returned {type(output).__name__} with tensors of shapes {shapes}, which is not "
+            "one scalar loss; pass loss_fn=, or the labels that make the model return its loss"
+        )
+    loss: torch.Tensor = losses[0]
+    return loss.reshape(())
+
+
+def weights_of(batch: Batch, loss_weight: LossWeight, loss_fn: LossFn | None) -> tuple[float, ...]:
+    """Return how much each micro-batch's loss counts; the weights sum to one (except for "sum", where each is one).
+
+    Raises:
+        BatchError: A callable returned a negative or non-finite number, or nothing in the batch counts.
+    """
+    resolved = _recognise(loss_weight, loss_fn)
+    if resolved == "sum":
+        return (1.0,) * len(batch.microbatches)
+    counts = [_count(microbatch, resolved) for microbatch in batch.microbatches]
+    total = sum(counts)
+    if not 0 < total < float("inf") or min(counts) < 0:
+        raise BatchError(
+            f"loss_weight={loss_weight!r} gave the micro-batches the weights {counts}; they must be finite, not negative, "
+            "and at least one must be positive"
+        )
+    return tuple(count / total for count in counts)
+
+
+def total_loss(losses: Mapping[int, torch.Tensor], weights: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Sum the weighted losses of all micro-batches, ascending, in double precision, and round once to ``dtype``."""
+    total = torch.zeros((), dtype=torch.float64)
+    for microbatch in sorted(losses):
+        if weights[microbatch]:  # a micro-batch without real tokens has a nan mean that must not count
+            total = total + losses[microbatch].detach().to("cpu", torch.float64) * weights[microbatch]
+    return total.to(dtype)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
+
+
+def _where(function: Callable[..., Any]) -> str:
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__name__", type(function).__name__)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
+
+
+def _recognise(loss_weight: LossWeight, loss_fn: LossFn | None) -> LossWeight:
+    """Refine the default by what a torch loss says of itself: its reduction and its ignore_index."""
+    if loss_weight != "samples" or loss_fn is None:
+        return loss_weight
+    if getattr(loss_fn, "reduction", None) == "sum":
+        return "sum"
+    if isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)):
+        return int(loss_fn.ignore_index)
+    if loss_fn in (nn.functional.cross_entropy, nn.functional.nll_loss):
+        return _IGNORE_INDEX
+    return loss_weight
+
+
+def _count(microbatch: MicroBatch, loss_weight: LossWeight) -> float:
+    if callable(loss_weight):
+        weight = loss_weight(microbatch.target, microbatch.args, microbatch.kwargs)
+        if not isinstance(weight, (Real, torch.Tensor)):
+            raise BatchError(f"loss_weight {_where(loss_weight)} must return a number, but returned {weight!r}")
+        return float(weight)
+    if isinstance(loss_weight, int):
+        return _real_targets(microbatch, loss_weight)
+    _warn_of_masks(microbatch)
+    return float(microbatch.rows)
+
+
+def _labels(microbatch: MicroBatch) -> list[torch.Tensor]:
+    """The targets, or the model's own ``labels=``, where they are class indices."""
+    source = microbatch.target if microbatch.target is not None else microbatch.kwargs.get("labels")
+    return [tensor for tensor in flatten(source)[0] if not tensor.is_floating_point() and tensor.dtype != torch.bool]
+
+
+def _real_targets(microbatch: MicroBatch, ignore_index: int) -> float:
+    labels = _labels(microbatch)
+    if not labels:  # class probabilities have no ignored ones
+        return float(microbatch.rows)
+    return float(sum(int((tensor != ignore_index).sum()) for tensor in labels))
+
+
+def _warn_of_masks(microbatch: MicroBatch) -> None:
+    if any(bool((tensor == _IGNORE_INDEX).any()) for tensor in _labels(microbatch)):
+        warnings.warn(
+            f"the targets hold {_IGNORE_INDEX}, which torch's losses ignore, but micro-batches are weighted by their rows; "
+            f"pass loss_weight={_IGNORE_INDEX} to weight them by the targets that count",
+            stacklevel=2,
+        )

@@ -1,0 +1,215 @@
+"""The plain model, run micro-batch by micro-batch in one process: what a pipeline's step is compared with, bit for bit.
+
+Two things are borrowed from the pipeline, because equality to the last bit needs them: the keyed randomness of each micro-batch,
+and the association of the gradient sums (see ``gradients``).  The second matters for tied parameters only: while the plain model
+runs, each stage's use of such a parameter reads an alias with a ``.grad`` of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from fxchimera.errors import FxChimeraError
+from fxchimera.runtime.gradients import GradientSum, take_gradients
+from fxchimera.runtime.loss import LossFn, loss_of, total_loss
+from fxchimera.runtime.microbatch import Batch, MicroBatch
+from fxchimera.runtime.program import Program
+from fxchimera.schedule.placement import Placement
+from fxchimera_passes.captured import info
+from fxchimera_passes.keyed import keyed_random, microbatch_randomness
+from fxchimera_passes.plan import StagePlan
+
+__all__ = ["Reference", "run_reference"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The batch's loss, and the gradient of every parameter by canonical name (None where none flowed)."""
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Task:
+    batch: Batch
+    programs: Sequence[Program]
+    weights: tuple[float, ...]
+    loss_fn: LossFn | None
+    loss_scale: float
+    seed: int
+    step: int
+
+
+def run_reference(
+    model: nn.Module,
+    batch: Batch,
+    programs: Sequence[Program],
+    placement: Placement,
+    *,
+    weights: tuple[float, ...],
+    loss_fn: LossFn | None,
+    loss_scale: float = 1.0,
+    seed: int = 0,
+    step: int = 0,
+) -> Reference:
+    """Run forward and backward of every micro-batch on ``model`` and sum the gradients as the pipeline does.
+
+    ``model`` ends with the gradients it had; its buffers are updated as in a plain loop over the micro-batches, ascending.
+
+    Raises:
+        FxChimeraError: A tied parameter is read by several stages from one place in an opened module.
+    """
+    task = _Task(
+        batch=batch, programs=programs, weights=weights, loss_fn=loss_fn, loss_scale=loss_scale, seed=seed, step=step
+    )
+    names = {name: model.get_parameter(aliases[0]) for name, aliases in programs[0].captured.parameters.items()}
+    earlier = take_gradients(names)
+    sums = {name: GradientSum() for name in names}
+    losses: dict[int, torch.Tensor] = {}
+    try:
+        for pipe in range(len(placement.pipes)):
+            uses = _Uses(model, programs[0].plan, names)
+            for microbatch in placement.microbatches(pipe):
+                with uses.installed(programs[microbatch]):
+                    losses[microbatch] = _one(model, microbatch, task)
+            uses.collect(pipe, sums)
+    finally:
+        for name, parameter in names.items():
+            parameter.grad = earlier[name]
+    dtype = next(iter(losses.values())).dtype
+    return Reference(total_loss(losses, weights, dtype), {name: total.total() for name, total in sums.items()})
+
+
+def _one(model: nn.Module, index: int, task: _Task) -> torch.Tensor:
+    microbatch: MicroBatch = task.batch.microbatches[index]
+    keys = [key for node in task.programs[index].captured.graph.nodes for key in info(node).random]
+    with microbatch_randomness(task.seed, task.step, index):
+        with keyed_random(keys):
+            output = model(*microbatch.args, **microbatch.kwargs)
+        loss = loss_of(output, microbatch.target, task.loss_fn)
+        torch.autograd.backward([loss], [torch.full_like(loss, task.weights[index] * task.loss_scale)])
+    return loss.detach()
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A place in the model that holds a tied parameter."""
+
+    holder: nn.Module
+    attribute: str
+    name: str
+
+    def set(self, parameter: nn.Parameter) -> None:
+        self.holder._parameters[self.attribute] = parameter
+
+
+@dataclass(slots=True)
+class _Leaf:
+    """A leaf module that reads tied parameters: where they are, and the stage of each of its calls in one forward."""
+
+    slots: list[_Slot] = field(default_factory=list)
+    stages: list[int] = field(default_factory=list)
+    calls: int = 0
+
+
+class _Uses:
+    """Gives every stage that reads a tied parameter an alias of its own while the plain model runs."""
+
+    def __init__(self, model: nn.Module, plan: StagePlan, names: dict[str, nn.Parameter]) -> None:
+        self._model, self._names = model, names
+        readers: dict[str, list[int]] = {}
+        for stage in plan.stages:
+            for name in stage.parameters:
+                readers.setdefault(name, []).append(stage.index)
+        self._stage_of_untied = {name: stages[0] for name, stages in readers.items() if len(stages) == 1}
+        self._alias = {
+            (name, stage): nn.Parameter(names[name].detach(), requires_grad=names[name].requires_grad)
+            for name, stages in readers.items()
+            if len(stages) > 1
+            for stage in stages
+        }
+        self._tied = {name for name, _ in self._alias}
+
+    @contextlib.contextmanager
+    def installed(self, program: Program) -> Iterator[None]:
+        """Put the aliases in place for one forward and backward of ``program``'s signature."""
+        leaves, resting = self._find(program) if self._tied else ({}, [])
+
+        def rest() -> None:
+            for slot, stage in resting:
+                slot.set(self._alias[slot.name, stage])
+
+        def enter(module: nn.Module, _args: object) -> None:
+            leaf = leaves[id(module)]
+            for slot in leaf.slots:
+                slot.set(self._alias[slot.name, leaf.stages[leaf.calls]])
+            leaf.calls += 1
+
+        def leave(module: nn.Module, _args: object, _output: object) -> None:
+            for slot in leaves[id(module)].slots:
+                slot.set(self._names[slot.name])
+            rest()
+
+        handles: list[RemovableHandle] = []
+        try:
+            rest()
+            for module in self._model.modules():
+                if id(module) in leaves:
+                    handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for slot in [slot for leaf in leaves.values() for slot in leaf.slots] + [slot for slot, _ in resting]:
+                slot.set(self._names[slot.name])
+
+    def collect(self, pipe: int, sums: dict[str, GradientSum]) -> None:
+        """Move the gradients of all micro-batches of a pipe into ``sums``."""
+        for (name, stage), alias in self._alias.items():
+            sums[name].add((pipe, stage), alias.grad)
+        for name, parameter in self._names.items():
+            if name not in self._tied:
+                sums[name].add((pipe, self._stage_of_untied.get(name, 0)), parameter.grad)
+            parameter.grad = None
+
+    def _find(self, program: Program) -> tuple[dict[int, _Leaf], list[tuple[_Slot, int]]]:
+        """Find the leaf modules that read tied parameters, and what opened frames read themselves, with their stages."""
+        canonical = {alias: name for name, aliases in program.captured.parameters.items() for alias in aliases}
+        stage_of = {name: stage.index for stage in program.plan.stages for name in stage.nodes}
+        leaves: dict[int, _Leaf] = {}
+        resting: list[tuple[_Slot, int]] = []
+        for node in program.captured.graph.nodes:
+            target = str(node.target)
+            if node.op == "call_module":
+                self._add_call(leaves, target, stage_of[node.name], canonical)
+            elif node.op == "get_attr" and canonical.get(target) in self._tied:
+                stages = {stage_of[user.name] for user in node.users if user.name in stage_of}
+                if len(stages) > 1:
+                    raise FxChimeraError(
+                        f"parameter {target!r} is read once and used in stages {sorted(stages)}; the plain reference cannot tell "
+                        "these uses apart. Compare with the full-batch step instead"
+                    )
+                resting += [(self._slot(target, canonical), stage) for stage in stages]
+        return leaves, resting
+
+    def _add_call(self, leaves: dict[int, _Leaf], target: str, stage: int, canonical: dict[str, str]) -> None:
+        module = self._model.get_submodule(target)
+        tied = [f"{target}.{name}" for name, _ in module.named_parameters(remove_duplicate=False)]
+        tied = [name for name in tied if canonical.get(name) in self._tied]
+        if not tied:
+            return
+        leaf = leaves.setdefault(id(module), _Leaf())
+        leaf.stages.append(stage)
+        if not leaf.slots:
+            leaf.slots = [self._slot(name, canonical) for name in tied]
+
+    def _slot(self, full_name: str, canonical: dict[str, str]) -> _Slot:
+        holder, _, attribute = full_name.rpartition(".")
+        return _Slot(self._model.get_submodule(holder), attribute, canonical[full_name])

@@ -1,0 +1,168 @@
+"""One copy of one stage: its modules, and the micro-batches it has in flight.
+
+The down replica of a stage runs on the user's own module objects, as far as it owns their parameters.  Every other replica (the up
+copy, and a stage that reads a parameter owned elsewhere) runs on structural clones whose parameters mirror the owner's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxchimera.runtime.batchnorm import Delta, NormLayer, norm_layers, on_scratch_statistics
+from fxchimera.runtime.clone import clone_modules, set_by_name
+from fxchimera.runtime.entry import Entry
+from fxchimera.runtime.message import Payload
+from fxchimera.runtime.program import Program
+
+__all__ = ["Replica"]
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """What the backward of a micro-batch needs: where it entered, and the differentiable tensors that left."""
+
+    entry: Entry
+    sent: list[torch.Tensor]
+
+
+class Replica:
+    """The copy of stage ``stage`` in pipeline ``pipe``.
+
+    ``parameters`` are all the stage reads, by canonical name; those in ``mirrored`` belong to another replica and are refreshed
+    from it.  ``buffers`` likewise; a down replica uses the user's own.
+    """
+
+    def __init__(self, model: nn.Module, program: Program, pipe: int, stage: int, *, shares_memory: bool) -> None:
+        self.pipe = pipe
+        self.stage = stage
+        plan = program.stage(stage)
+        names = program.captured.parameters
+        held = dict.fromkeys((*plan.parameters, *(plan.owned if pipe == 0 else ())))
+        self._aliases = {name: names[name][0] for name in held}
+        own = {name: model.get_parameter(alias) for name, alias in self._aliases.items()}
+        self.mirrored = tuple(name for name in held if pipe or program.plan.owner[name] != stage)
+        self.parameters = {
+            name: _mirror(parameter, shares_memory) if name in self.mirrored else parameter for name, parameter in own.items()
+        }
+        self.buffers = {name: model.get_buffer(name) for name in plan.buffers}
+        if pipe:
+            self.buffers = {name: buffer.detach().clone() for name, buffer in self.buffers.items()}
+        self.deltas: dict[int, dict[str, Delta]] = {}
+        self._model = model
+        self._clones = nn.Module() if self.mirrored or pipe else None
+        self._memo: dict[int, Any] = {}
+        self._names: set[str] = set()
+        self._bound: dict[Program, fx.GraphModule] = {}
+        self._norms: tuple[NormLayer, ...] = ()
+        self._in_flight: dict[int, _InFlight] = {}
+        self._module(program)
+
+    @property
+    def norms(self) -> tuple[NormLayer, ...]:
+        """The stage's batch-norm layers."""
+        return self._norms
+
+    @property
+    def in_flight(self) -> int:
+        """Number of micro-batches whose backward is still to come."""
+        return len(self._in_flight)
+
+    def follow_modes(self) -> None:
+        """Give the clones the training flags and ``requires_grad`` of the user's modules and parameters."""
+        for name in self._names if self._clones is not None else ():
+            pairs = zip(self._model.get_submodule(name).modules(), self._clones.get_submodule(name).modules(), strict=True)
+            for theirs, ours in pairs:
+                ours.training = theirs.training
+        for name in self.mirrored:
+            self.parameters[name].requires_grad_(self._model.get_parameter(self._aliases[name]).requires_grad)
+
+    def forward(
+        self, microbatch: int, program: Program, received: Payload, inputs: Sequence[torch.Tensor], *, deferred_norms: bool
+    ) -> list[torch.Tensor]:
+        """Run the stage and return what it sends on (the last stage: the model's output tensors).
+
+        Args:
+            microbatch: Its number; the backward is asked for by it.
+            program: The recording that fits the micro-batch.
+            received: The values from the stage before, which the stage may overwrite.
+            inputs: All input tensors of the micro-batch.
+            deferred_norms: Leave batch-norm statistics alone and note the micro-batch's share in ``deltas`` instead.
+        """
+        stage = program.stage(self.stage)
+        entry = Entry([_present(tensor) for tensor in received], [value.meta.requires_grad for value in stage.received])
+        module = self._module(program)
+        own_inputs = [inputs[position] for position in stage.inputs]
+        if deferred_norms:
+            with on_scratch_statistics(self._norms) as deltas:
+                outputs = module(*entry.enter(), *own_inputs)
+            self.deltas[microbatch] = deltas
+        else:
+            outputs = module(*entry.enter(), *own_inputs)
+        if torch.is_grad_enabled():
+            sent = [tensor for tensor, value in zip(outputs, stage.sent, strict=False) if value.meta.requires_grad]
+            self._in_flight[microbatch] = _InFlight(entry, sent)
+        return list(outputs)
+
+    def backward(self, microbatch: int, gradients: Payload, loss: torch.Tensor | None, seed: float) -> Payload:
+        """Run the backward of a micro-batch and return the gradients for the stage before.
+
+        Args:
+            microbatch: A micro-batch in flight.
+            gradients: For each differentiable value sent, None where nothing flowed back.
+            loss: The loss, on the last stage.
+            seed: What the loss counts in the batch's, times the user's loss scale.
+        """
+        state = self._in_flight.pop(microbatch)
+        roots = [(root, g) for root, g in zip(state.sent, gradients, strict=True) if g is not None and root.requires_grad]
+        if loss is not None and loss.requires_grad:
+            roots.append((loss, torch.full_like(loss, seed)))
+        if roots:
+            torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+        return state.entry.differentiable_gradients
+
+    def forget(self) -> None:
+        """Drop everything in flight, after a failure."""
+        self._in_flight.clear()
+        self.deltas.clear()
+
+    def _module(self, program: Program) -> fx.GraphModule:
+        bound = self._bound.get(program)
+        if bound is None:
+            graph = program.graphs[self.stage]
+            root = self._model
+            if self._clones is not None:
+                self._extend_clones(graph.modules, graph.attributes, program)
+                root = self._clones
+            self._names |= set(graph.modules)
+            self._norms = norm_layers({name: root.get_submodule(name) for name in self._names})
+            bound = self._bound[program] = graph.bind(root)
+        return bound
+
+    def _extend_clones(self, modules: Sequence[str], attributes: Sequence[str], program: Program) -> None:
+        assert self._clones is not None
+        for name, parameter in self.parameters.items():
+            self._memo[id(self._model.get_parameter(self._aliases[name]))] = parameter
+        for name, buffer in self.buffers.items():
+            self._memo[id(self._model.get_buffer(name))] = buffer
+        clone_modules(self._clones, self._model, [name for name in modules if name not in self._names], self._memo)
+        aliases = {alias: name for name in self.parameters for alias in program.captured.parameters[name]}
+        for attribute in attributes:
+            tensor = self.parameters[aliases[attribute]] if attribute in aliases else self.buffers.get(attribute)
+            if tensor is not None:
+                set_by_name(self._clones, attribute, tensor)
+
+
+def _mirror(parameter: nn.Parameter, shares_memory: bool) -> nn.Parameter:
+    """A parameter with its own ``.grad``; on the same device it shares the owner's storage."""
+    data = parameter.detach() if shares_memory else parameter.detach().clone()
+    return nn.Parameter(data, requires_grad=parameter.requires_grad)
+
+
+def _present(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None, "activations are never absent"
+    return tensor

@@ -1,0 +1,121 @@
+"""The pipeline against the plain model on one batch, parameter by parameter."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxchimera_passes.plan import StagePlan
+
+__all__ = ["Difference", "Verification", "compare", "plain_copy"]
+
+_RELATIVE = {torch.float64: 1e-12, torch.float32: 1e-6}
+_COARSE = 5e-2  # for half precision
+_FLOOR = 1e-3  # of the norm of all gradients: a gradient that is zero in theory is noise in practice
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One parameter: the largest absolute difference of its gradient, and the difference's norm relative to the gradient's."""
+
+    name: str
+    stage: int
+    absolute: float
+    relative: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the relative difference is within the tolerance (a nan is not)."""
+        return self.relative <= self.tolerance
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The result of ``pipe.verify``; true in a condition when loss and every gradient agree."""
+
+    loss: float
+    plain_loss: float
+    differences: tuple[Difference, ...]
+    loss_ok: bool
+
+    @property
+    def ok(self) -> bool:
+        """Whether loss and every gradient agree."""
+        return self.loss_ok and all(difference.ok for difference in self.differences)
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether loss and every gradient are the same to the last bit."""
+        return self.loss == self.plain_loss and all(difference.absolute == 0.0 for difference in self.differences)
+
+    @property
+    def first_bad_stage(self) -> int | None:
+        """The first stage with a gradient that differs, None when all agree."""
+        return min((d.stage for d in self.differences if not d.ok), default=None)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        worst = max(self.differences, key=lambda d: d.relative / d.tolerance, default=None)
+        verdict = "equal to the last bit" if self.bitwise else "equal within tolerance" if self.ok else "DIFFERENT"
+        lines = [f"pipeline and plain model are {verdict}: loss {self.loss:.9g} and {self.plain_loss:.9g}"]
+        if worst is not None and not self.bitwise:
+            lines.append(f"largest difference: {worst.name} (stage {worst.stage}), relative {worst.relative:.2g}")
+        if self.first_bad_stage is not None:
+            lines.append(f"first stage that differs: {self.first_bad_stage}")
+            lines += [
+                f"  stage {d.stage}  {d.name}: absolute {d.absolute:.3g}, relative {d.relative:.3g} (tolerance {d.tolerance:g})"
+                for d in self.differences
+                if not d.ok
+            ]
+        return "\n".join(lines)
+
+
+def compare(
+    plan: StagePlan,
+    gradients: Mapping[str, torch.Tensor | None],
+    plain: Mapping[str, torch.Tensor | None],
+    loss: torch.Tensor,
+    plain_loss: torch.Tensor,
+) -> Verification:
+    """Compare the gradients of the pipeline with the plain model's; relative to each gradient's norm, with a floor."""
+    whole = sum(float(g.double().square().sum()) for g in plain.values() if g is not None) ** 0.5
+    differences = []
+    for name, expected in plain.items():
+        found = gradients.get(name)
+        absolute, norm, distance = 0.0, 0.0, 0.0
+        if (found is None) != (expected is None):
+            absolute = distance = float("inf")
+        elif found is not None and expected is not None:
+            delta = found.detach().double() - expected.detach().double()
+            absolute, distance = float(delta.abs().max()) if delta.numel() else 0.0, float(delta.norm())
+            norm = float(expected.double().norm())
+        scale = max(norm, _FLOOR * whole)
+        relative = 0.0 if distance == 0.0 else distance / scale if scale else float("inf")
+        dtype = expected.dtype if expected is not None else torch.float32
+        differences.append(Difference(name, plan.owner[name], absolute, relative, _RELATIVE.get(dtype, _COARSE)))
+    tolerance = _RELATIVE.get(plain_loss.dtype, _COARSE)
+    close = abs(float(loss) - float(plain_loss)) <= tolerance * max(abs(float(plain_loss)), 1e-30)
+    return Verification(float(loss), float(plain_loss), tuple(differences), close)
+
+
+def plain_copy(model: nn.Module, names: Mapping[str, tuple[str, ...]], state: Mapping[str, Any]) -> nn.Module:
+    """Return a copy of ``model`` with the parameters and buffers of ``state`` and gradients of its own."""
+    memo: dict[int, Any] = {}
+    for name, aliases in names.items():
+        parameter = model.get_parameter(aliases[0])
+        value = next((state[alias] for alias in aliases if alias in state), None)
+        data = parameter.detach() if value is None else value.to(parameter.dtype)
+        memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    clone: nn.Module = copy.deepcopy(model, memo)
+    for name, buffer in clone.named_buffers(remove_duplicate=False):
+        if name in state:
+            buffer.copy_(state[name])
+    return clone

@@ -1,0 +1,48 @@
+"""A picture that shows itself: text in a terminal, SVG in a notebook."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxchimera.schedule.timeline import Timeline
+from fxchimera.view import chrome, svg, text
+
+__all__ = ["Drawing"]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Drawing:
+    """Timelines to be shown together, for instance a predicted and a measured one.
+
+    Args:
+        timelines: From top to bottom, at least one.
+    """
+
+    timelines: tuple[Timeline, ...]
+
+    def __post_init__(self) -> None:
+        if not self.timelines:
+            raise ValueError("a Drawing needs a timeline")
+
+    def __str__(self) -> str:
+        return "\n".join(text.gantt(timeline) for timeline in self.timelines)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_svg_(self) -> str:
+        return self.to_svg()
+
+    def to_svg(self, *, width: int = 960) -> str:
+        """A standalone SVG, ``width`` pixels wide."""
+        return svg.gantt(*self.timelines, width=width)
+
+    def to_chrome(self) -> str:
+        """Chrome's trace JSON; a name that comes again gets a number."""
+        named: dict[str, Timeline] = {}
+        for timeline in self.timelines:
+            name, number = timeline.name, 2
+            while name in named:
+                name, number = f"{timeline.name} {number}", number + 1
+            named[name] = timeline
+        return chrome.trace(named)

@@ -1,0 +1,33 @@
+"""How a computation is named in a picture: kind and micro-batch, capitals for the down pipes, small letters for the up pipes."""
+
+from __future__ import annotations
+
+from fxchimera.schedule.action import Action
+from fxchimera.schedule.placement import Placement
+from fxchimera.schedule.timeline import Timeline
+
+__all__ = ["goes_up", "label", "seconds", "summary"]
+
+
+def goes_up(action: Action, placement: Placement) -> bool:
+    """Whether an action belongs to a micro-batch of an up pipe."""
+    return action.microbatch is not None and placement.pipe_of[action.microbatch] % 2 == 1
+
+
+def label(action: Action, placement: Placement) -> str:
+    """``F3`` is the forward of micro-batch 3 on its way down, ``b5`` the backward of micro-batch 5, which goes up."""
+    text = f"{action.kind.value}{action.microbatch}"
+    return text.lower() if goes_up(action, placement) else text
+
+
+def seconds(value: float) -> str:
+    """A duration in the unit that reads best, three digits: ``16 s``, ``4.25 ms``."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
+        if value * factor >= 1 or unit == "us":
+            return f"{value * factor:.3g} {unit}" if value * factor < 1000 else f"{value * factor:.0f} {unit}"
+    raise AssertionError("unreachable")
+
+
+def summary(timeline: Timeline) -> str:
+    """Name, makespan and bubble in one line."""
+    return f"{timeline.name}: makespan {seconds(timeline.makespan)}, bubble {timeline.bubble:.1%} (with a barrier)"

@@ -1,0 +1,87 @@
+"""Every check of this repository; ``nox`` runs the default ones, ``nox -l`` lists all."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_missing_interpreters = True
+
+PROJECT = nox.project.load_toml("pyproject.toml")
+TORCH = "torch==2.13.0"  # installed first and by this exact name, so that nothing else chooses torch's build
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # bitwise comparisons need equal thread counts, and the tests run side by side
+
+
+def install(session: nox.Session, group: str) -> None:
+    """Install torch, then this package in place, then a dependency group."""
+    session.install(TORCH)
+    session.install("-e", ".", *nox.project.dependency_groups(PROJECT, group))
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style: ruff's rules and its format."""
+    session.install(*nox.project.dependency_groups(PROJECT, "lint"))
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+
+
+@nox.session
+def layers(session: nox.Session) -> None:
+    """Imports run one way; read from the source, so nothing of ours is installed."""
+    session.install(*nox.project.dependency_groups(PROJECT, "layers"))
+    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": "passes"})
+
+
+@nox.session
+def typecheck(session: nox.Session) -> None:
+    """Types: mypy, strict."""
+    install(session, "types")
+    session.run("mypy")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Tests and the examples in docstrings; ``nox -s tests -- -k chimera`` narrows."""
+    install(session, "tests")
+    everything = ["--doctest-modules", "tests", "fxchimera", "passes"]
+    session.run("pytest", "-n", "2", "--dist", "worksteal", *(session.posargs or everything), env=ONE_THREAD)
+
+
+@nox.session(default=False)
+def parity(session: nox.Session) -> None:
+    """Compare every model, stage count, micro-batch count and schedule with the plain model (slow)."""
+    install(session, "tests")
+    session.run("pytest", "-n", "2", "--dist", "worksteal", "-m", "matrix", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Emulated devices, ours beside torch's schedules; options go after ``--``."""
+    session.install(TORCH)
+    session.install("-e", ".")
+    session.run("python", "benchmarks/emulated.py", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(default=False)
+def wheel(session: nox.Session) -> None:
+    """Build the wheel, look at its top level, install it and import it from elsewhere."""
+    folder = Path(session.create_tmp())
+    for old in folder.glob("*.whl"):
+        old.unlink()
+    session.run("pip", "wheel", ".", "--no-deps", "--wheel-dir", str(folder))
+    (built,) = folder.glob("*.whl")
+    names = {name.split("/")[0] for name in zipfile.ZipFile(built).namelist()}
+    if extra := {name for name in names if not name.endswith(".dist-info")} ^ {"fxchimera", "fxchimera_passes"}:
+        session.error(f"the wheel's top level should be fxchimera and fxchimera_passes; extra or missing: {sorted(extra)}")
+    session.install(TORCH)
+    session.install("--force-reinstall", "--no-deps", str(built))
+    session.install(str(built))
+    session.chdir("/")
+    session.run("python", "-c", "import fxchimera.passes; from fxchimera import pipeline; print(fxchimera.__file__)")
+    session.run("fxchimera", "--help")

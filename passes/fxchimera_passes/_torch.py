@@ -1,0 +1,175 @@
+"""The underscored parts of torch that the passes need, behind our own names; tried on torch 2.13.
+
+Nothing public tells which storage a fake tensor lives in, what an operator writes, or switches the modes off around a real
+computation, and the recorder needs all three.  Every such use is in this file, so that another torch version is tried here first.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack  # type: ignore[attr-defined,unused-ignore]
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.checkpoint import CheckpointFunction
+
+__all__ = [
+    "VALUE_NEEDED",
+    "CheckpointFunction",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "TorchDispatchMode",
+    "argument_names",
+    "call_uncompiled",
+    "compiled",
+    "hooks_of",
+    "in_transform",
+    "makes_view",
+    "new_fake_mode",
+    "override_tables",
+    "real_values",
+    "storage_key",
+    "tensor_tables",
+    "uncompiled",
+    "version",
+    "without",
+    "written",
+]
+
+VALUE_NEEDED: tuple[type[Exception], ...] = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+"""What a fake tensor raises when an operator needs the values that it does not have."""
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """Make a mode in which tensors have no values and constants of the model may stay real."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def storage_key(tensor: Tensor) -> int | None:
+    """Identify the memory that ``tensor`` looks at (equal for a tensor and its views), None for tensors without one."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def version(tensor: Tensor) -> int:
+    """Count the in-place writes that ``tensor`` has seen."""
+    return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def makes_view(operator: OpOverload) -> bool:
+    """Tell whether ``operator`` only looks at its argument's memory in another way."""
+    return bool(operator.is_view)
+
+
+def argument_names(operator: OpOverload) -> tuple[str, ...]:
+    """Return the argument names of ``operator`` in positional order."""
+    return tuple(argument.name for argument in operator._schema.arguments)
+
+
+def written(operator: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that ``operator`` writes when called so.
+
+    Batch norm writes its running statistics without saying so in its schema.
+    """
+    if not operator._schema.is_mutable and "batch_norm" not in operator._schema.name:
+        return []
+    values = dict(zip(argument_names(operator), args, strict=False)) | dict(kwargs)
+    names = [a.name for a in operator._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    trains = values.get("training", values.get("train", True))
+    if "running_mean" in values and trains and not operator._schema.name.endswith("backward"):
+        names += ["running_mean", "running_var"]
+    found: list[Tensor] = []
+    for name in names:
+        value = values.get(name)
+        found += [t for t in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(t, Tensor)]
+    return found
+
+
+def in_transform() -> bool:
+    """Tell whether a ``torch.func`` transform (vmap, grad, ...) is running."""
+    return peek_interpreter_stack() is not None
+
+
+def real_values() -> AbstractContextManager[Any]:
+    """Switch every dispatch mode off, so that real tensors are computed on."""
+    return _disable_current_modes()
+
+
+def without(mode: TorchFunctionMode) -> AbstractContextManager[Any]:
+    """Take ``mode`` off the stack of function modes for a while; does nothing unless it is on top."""
+    if _get_current_function_mode() is mode:  # type: ignore[no-untyped-call]
+        return _pop_mode_temporarily()
+    return nullcontext()
+
+
+def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the module's own tables of parameters and of buffers; writing to them replaces the tensor."""
+    return module._parameters, module._buffers
+
+
+@contextmanager
+def override_tables(module: nn.Module, replacement: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Put ``replacement(t)`` in the place of every own parameter and buffer ``t`` of ``module``.
+
+    Recurrent layers keep a second list of their weights, which follows.
+    """
+    tables = tensor_tables(module)
+    kept = [dict(table) for table in tables]
+    weights = module._flat_weights if isinstance(module, nn.RNNBase) else None
+    try:
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is not None:
+                    table[name] = replacement(tensor)
+        if isinstance(module, nn.RNNBase):
+            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+        yield
+    finally:
+        for table, before in zip(tables, kept, strict=True):
+            table.clear()
+            table.update(before)
+        if isinstance(module, nn.RNNBase):
+            module._flat_weights = weights  # type: ignore[assignment,unused-ignore]
+
+
+def hooks_of(module: nn.Module) -> tuple[list[Callable[..., Any]], bool]:
+    """Return the forward hooks of ``module`` and whether it has backward hooks."""
+    forward = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return forward, bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def compiled(module: nn.Module) -> bool:
+    """Tell whether ``torch.compile`` or ``module.compile()`` was used on this very module."""
+    return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Run compiled functions and modules eagerly; does not load the compiler when nobody has."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def call_uncompiled(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call ``module`` with its hooks, but not the compiled form that ``module.compile()`` made."""
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]

@@ -1,0 +1,175 @@
+"""Captures a model: record to measure, open what balance needs, record, and repeat while a rule asks to open or close a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from fxchimera_passes._torch import hooks_of, new_fake_mode, uncompiled
+from fxchimera_passes.capture.fakes import capture_device, fake_model
+from fxchimera_passes.capture.finish import finish
+from fxchimera_passes.capture.lines import line_of
+from fxchimera_passes.capture.names import parameter_aliases
+from fxchimera_passes.capture.opening import can_open, choose
+from fxchimera_passes.capture.patches import RECORDING
+from fxchimera_passes.capture.recorder import Recorder
+from fxchimera_passes.capture.signals import NeedClose, NeedOpen
+from fxchimera_passes.capture.state import generators_untouched, model_untouched, without_cache
+from fxchimera_passes.captured import Captured, CaptureReport
+from fxchimera_passes.errors import CaptureError
+from fxchimera_passes.structure import Structure, flatten
+
+__all__ = ["capture", "recapture"]
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    num_stages: int = 1,
+    grain: float = 0.25,
+    closed: Collection[str] = (),
+    device: torch.device | None = None,
+) -> Captured:
+    """Record one forward of ``model`` on one micro-batch as a graph, without computing it.
+
+    Args:
+        model: the user's model, in the mode (training or evaluation) to record; nothing of it is changed.
+        args: positional inputs of one micro-batch; their values are read only where the model reads them into Python.
+        kwargs: keyword inputs.
+        num_stages: how many stages the graph will be cut into (1: only the model's own forward is opened).
+        grain: a module is opened when one call does more than this part of a stage's work.
+        closed: qualified names of modules to keep whole.
+        device: what the tensors are recorded as living on; default the model's own device.
+
+    Raises:
+        CaptureError: the model's own forward cannot be recorded; the message names the user's line and what to do.
+    """
+    inputs, structure = flatten((args, dict(kwargs)))
+    where = capture_device(model, inputs, device)
+    job = _Job(model, inputs, structure, where, closed=dict.fromkeys(closed, "asked for"), training=model.training)
+    with job.prepared():
+        profile = job.record(settle=True)[0].profile
+        job.opened.update(choose(profile, model, job.closed, num_stages=num_stages, grain=grain))
+        return job.run()
+
+
+def recapture(captured: Captured, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool) -> Captured:
+    """Record the same model again for other inputs or the other mode, with the same modules opened.
+
+    Only shapes of the model's tensors are needed, so parameters may be meta tensors by now.
+
+    Raises:
+        CaptureError: as :func:`capture`.
+    """
+    model, report = captured.model, captured.report
+    inputs, structure = flatten((args, dict(kwargs)))
+    job = _Job(model, inputs, structure, captured.device, closed=dict(report.closed), training=training)
+    with job.prepared():
+        job.record(settle=True)
+        job.opened.update({name: report.opened.get(name, "as before") for name in captured.open_modules})
+        return job.run()
+
+
+@dataclass(slots=True)
+class _Job:
+    """One capture: the inputs taken apart, and what is opened and closed so far."""
+
+    model: nn.Module
+    inputs: list[Tensor]
+    structure: Structure
+    device: torch.device
+    closed: dict[str, str]
+    training: bool
+    opened: dict[str, str] = field(default_factory=lambda: {"": "the model itself"})
+    used: Callable[[], list[str]] = list
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Hold the process for this recording and put everything back afterwards."""
+        model = self.model
+        _check(model)
+        with ExitStack() as stack:
+            stack.enter_context(RECORDING)
+            used = stack.enter_context(generators_untouched())
+            stack.enter_context(model_untouched(model))
+            if self.training != model.training:
+                model.train(self.training)
+            stack.enter_context(without_cache(model))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(uncompiled())
+            self.used = used
+            yield
+
+    def record(self, *, settle: bool) -> tuple[Recorder, Structure]:
+        """Record until no rule asks to open or close another module; return the recording and the output's structure.
+
+        With ``settle`` it is also the warm-up: hooks and flags that the model installs on its first call stay for the next ones.
+        """
+        for _ in range(2 * len(list(self.model.modules())) + 1):
+            mode = new_fake_mode()
+            with model_untouched(self.model, settle=settle), fake_model(self.model, mode, self.device) as real:
+                recorder = Recorder(self.model, self.opened, mode, self.device, real)
+                out = self._attempt(recorder)
+            if out is not None:
+                return recorder, out
+        raise CaptureError(f"{type(self.model).__name__} cannot be recorded: its modules have to be opened and closed in turn")
+
+    def run(self) -> Captured:
+        """Record with the modules chosen and describe the result."""
+        recorder, out = self.record(settle=False)
+        report = CaptureReport(
+            opened={name: self.opened[name] for name in sorted(recorder.entered)},
+            closed=self.closed,
+            stateful=recorder.stateful,
+            notes=tuple(dict.fromkeys((*recorder.notes, *self._drawn()))),
+        )
+        return finish(recorder, self.model, (self.structure, out), parameter_aliases(self.model), report)
+
+    def _drawn(self) -> list[str]:
+        return [f"the forward draws from {name}: what it decides with that is recorded once" for name in self.used()]
+
+    def _attempt(self, recorder: Recorder) -> Structure | None:
+        """Record once; None when a module was opened or closed and another try is due."""
+        try:
+            return recorder.record(self.inputs, self.structure)
+        except NeedClose as signal:
+            self._close(recorder, signal.module, signal.reason, signal.line, signal)
+        except NeedOpen as signal:
+            name = recorder.writer.names.modules.get(id(signal.module), "")
+            if name in self.opened or name in self.closed or not can_open(signal.module):
+                self._close(recorder, signal.reader, signal.reason, signal.line, signal)
+            else:
+                self.opened[name] = f"{signal.reason} (at {signal.line})"
+        except Exception as error:
+            module = recorder.frames.failed or self.model
+            reason = f"it raised {type(error).__name__}: {str(error).strip()} (on tensors without values)"
+            self._close(recorder, module, reason, line_of(error), error)
+        return None
+
+    def _close(self, recorder: Recorder, module: nn.Module, reason: str, line: str, cause: BaseException) -> None:
+        name = recorder.writer.names.modules.get(id(module), "")
+        if not name:
+            raise CaptureError(
+                f"{type(self.model).__name__}.forward cannot be recorded at {line or 'an unknown line'}: {reason}. "
+                "Move the branch or the computation around this line into a submodule: a submodule is kept as one whole call."
+            ) from cause
+        self.opened.pop(name, None)
+        self.closed[name] = f"{reason} (at {line})"
+
+
+def _check(model: nn.Module) -> None:
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise CaptureError(f"{lazy[0]} and {len(lazy) - 1} more parameters have no shape yet: run one forward of the model first")
+    if hooks_of(model)[1]:
+        raise CaptureError(
+            f"{type(model).__name__} itself has backward hooks, which no stage could call: register them on its submodules"
+        )

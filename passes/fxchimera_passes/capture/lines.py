@@ -1,0 +1,49 @@
+"""Finds the line of the user's own code that is running: the innermost one outside torch, this package and Python itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import types
+
+import torch
+
+__all__ = ["first_line", "line_of", "user_line"]
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+
+
+def user_line() -> str:
+    """Return "file:line" of the user's code that the current call came from, "" when there is none."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not _is_ours(name):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _is_ours(name: str) -> bool:
+    if name.startswith((_PACKAGE, _TORCH, "<")):
+        return True
+    return name.startswith(_STANDARD) and "site-packages" not in name and "dist-packages" not in name
+
+
+def line_of(error: BaseException) -> str:
+    """Return "file:line" of the innermost user's code that ``error`` passed through, "" when there is none."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if not _is_ours(name):
+            found = f"{name}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the message of ``error``."""
+    return next(iter(str(error).splitlines()), "")

@@ -1,0 +1,159 @@
+"""Records module calls: an opened module's inner calls one by one, any other as one ``call_module`` node.
+
+The node calls the user's own object, so hooks, ``torch.compile``, checkpointing and custom autograd inside it keep working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, fx, nn
+
+from fxchimera_passes._torch import call_uncompiled, in_transform, storage_key
+from fxchimera_passes.capture.containers import Filled, note_filled
+from fxchimera_passes.capture.lines import user_line
+from fxchimera_passes.capture.signals import NeedClose
+from fxchimera_passes.capture.state import Attributes, changed_attributes, plain_state
+from fxchimera_passes.capture.targets import rebind
+from fxchimera_passes.capture.watch import Seen
+from fxchimera_passes.capture.writes import record_writes, versions
+from fxchimera_passes.structure import flatten
+
+if TYPE_CHECKING:
+    from fxchimera_passes.capture.recorder import Recorder
+
+__all__ = ["ModuleRule"]
+
+
+class ModuleRule:
+    """What a module call becomes in one recording."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call of ``module``, recorded if it comes from an opened module."""
+        recorder = self.recorder
+        name = recorder.writer.names.modules.get(id(module))
+        if name is None:  # made during the forward: its calls belong to the module that made it
+            return call_uncompiled(module, args, kwargs)
+        recording = not recorder.paused and not in_transform()
+        opened = recording and name in recorder.opened
+        caller, flops, moved = recorder.frames.innermost.name, recorder.watch.flops, recorder.watch.moved
+        with recorder.frames.enter(module, name, opened=opened):
+            if not recording:
+                result = call_uncompiled(module, args, kwargs)
+            else:
+                result = self._open(module, name, args, kwargs) if opened else self._whole(module, name, args, kwargs)
+        recorder.profile.note(name, caller, recorder.watch.flops - flops, recorder.watch.moved - moved)
+        return result
+
+    def _open(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.recorder.entered.add(name)
+        names = self.recorder.writer.names
+        attributes, slots = plain_state(module), names.slots([module])
+        result = call_uncompiled(module, args, kwargs)
+        with self.recorder.pause():
+            changed = changed_attributes(module, attributes)
+            rebound = [slot for slot, tensor in names.slots([module]).items() if slots.get(slot) is not tensor]
+            if name and (changed or rebound):
+                what = f"forward sets attributes {', '.join((*changed, *rebound))}"
+                raise NeedClose(module, what, user_line())
+            if changed:
+                self.recorder.stateful[name] = changed
+                self.recorder.notes.append(f"the model's forward sets {', '.join(changed)}, which a pipelined step does not do")
+            self._write_back(module, rebound)
+        return result
+
+    def _write_back(self, module: nn.Module, rebound: list[str]) -> None:
+        """``self.mean = new`` in the model's own forward: write the new value into the old buffer at the end."""
+        writer = self.recorder.writer
+        for slot in rebound:
+            value = writer.names.slots([module])[slot]
+            old = self.recorder.original_buffers.get(slot)
+            if old is None:
+                raise NeedClose(module, f"forward makes a new buffer {slot}", user_line())
+            buffer = writer.attribute(slot, old)
+            node = writer.graph.call_function(rebind, (buffer, writer.node_of(value)))
+            writer.add(node, value=value, depends=writer.depends(node.args), writes=(slot,))
+
+    def _whole(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recorder, writer = self.recorder, self.recorder.writer
+        with recorder.pause():
+            arguments = [writer.convert(value) for value in args], {key: writer.convert(v) for key, v in kwargs.items()}
+            before, filled = versions(args, kwargs), Filled(args, kwargs)
+            states = {id(m): plain_state(m) for m in module.modules()}
+            slots = writer.names.slots(module.modules())
+            counts = {id(tensor): tensor._version for tensor in slots.values()}
+            with recorder.watch.node(module, self._reachable(module, args, kwargs)) as seen:
+                result = recorder.run(module, args, kwargs)
+            self._check_smuggled(module, seen)
+            self._note_state(module, states)
+            given = filled.rebuild(writer, arguments)
+            writes = self._writes(module, seen, slots, counts)
+            node = self._node(module, name, arguments, result, seen, writes)
+            record_writes(writer, node, before, seen, result)
+            writer.bind_result(node, result)
+            note_filled(writer, node, filled, given)
+        return result
+
+    def _node(self, module: nn.Module, name: str, arguments: Any, result: Any, seen: Seen, writes: tuple[str, ...]) -> fx.Node:
+        writer = self.recorder.writer
+        parameters, buffers = self._reads(module, seen, arguments)
+        depends = set(writer.depends(arguments))
+        depends |= {"parameter"} if parameters else set()
+        depends |= {"buffer"} if buffers else set()
+        node = writer.graph.call_module(name, tuple(arguments[0]), arguments[1])
+        writer.add(node, value=result, depends=depends, seen=seen, parameters=parameters, buffers=buffers, writes=writes)
+        if module in self.recorder.effectful:
+            writer.keep_alive.add(node)
+        return node
+
+    def _reads(self, module: nn.Module, seen: Seen, arguments: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Name the parameters and buffers of the subtree, and others that the call read without being given them."""
+        names = self.recorder.writer.names
+        parameters, buffers = names.inside(module)
+        passed: set[str] = set()
+        fx.map_arg(arguments, lambda node: passed.update((*node.meta["info"].parameters, *node.meta["info"].buffers)))
+        for identity in seen.named:
+            for table, found in ((names.parameters, parameters), (names.buffers, buffers)):
+                name = table.get(identity)
+                if name is None or name in found or name in passed:
+                    continue
+                if table is names.parameters:
+                    parameters = (*parameters, name)
+                else:
+                    buffers = (*buffers, name)
+        return parameters, buffers
+
+    def _reachable(self, module: nn.Module, args: Any, kwargs: Any) -> set[int | None]:
+        tensors = [*flatten((args, kwargs))[0], *module.parameters(), *module.buffers()]
+        return {storage_key(tensor) for tensor in tensors}
+
+    def _check_smuggled(self, module: nn.Module, seen: Seen) -> None:
+        if seen.smuggled:
+            shape = tuple(seen.smuggled[0].shape)
+            reason = f"{type(module).__name__} reads a tensor of shape {shape} that was not passed to it"
+            raise NeedClose(self.recorder.frames.opened.module, reason, user_line())
+
+    def _note_state(self, module: nn.Module, states: Mapping[int, Attributes]) -> None:
+        for inner in module.modules():
+            changed = changed_attributes(inner, states[id(inner)]) if id(inner) in states else ()
+            if changed:
+                self.recorder.stateful[self.recorder.writer.names.modules.get(id(inner), "")] = changed
+                self.recorder.effectful.add(module)
+
+    def _writes(self, module: nn.Module, seen: Seen, slots: Mapping[str, Tensor], counts: Mapping[int, int]) -> tuple[str, ...]:
+        writer, names = self.recorder.writer, self.recorder.writer.names
+        written = {names.buffer_storages[key] for key in seen.written if key in names.buffer_storages}
+        for slot, tensor in names.slots(module.modules()).items():
+            old = slots.get(slot)
+            canonical = names.buffers.get(id(old), slot) if old is not None else slot
+            if old is not tensor:
+                names.add_buffer(canonical, tensor)
+                writer.forget_attribute(canonical)
+                written.add(canonical)
+            elif tensor._version != counts[id(tensor)]:
+                written.add(canonical)
+        return tuple(sorted(written))

@@ -1,0 +1,91 @@
+"""One recording: the rules and what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxchimera_passes._torch import FakeTensorMode, without
+from fxchimera_passes.capture.fakes import fake_of
+from fxchimera_passes.capture.frames import Frames
+from fxchimera_passes.capture.functions import FunctionRule
+from fxchimera_passes.capture.modules import ModuleRule
+from fxchimera_passes.capture.names import Names
+from fxchimera_passes.capture.patches import patched
+from fxchimera_passes.capture.profile import Profile
+from fxchimera_passes.capture.reads import Reads
+from fxchimera_passes.capture.realrun import run_closed
+from fxchimera_passes.capture.watch import Watch
+from fxchimera_passes.capture.writer import GraphWriter
+from fxchimera_passes.structure import Structure, flatten
+
+__all__ = ["Recorder"]
+
+
+class Recorder:
+    """Records one forward of ``model``, whose parameters and buffers are fake by now.
+
+    ``opened`` are qualified names; ``real`` maps the identity of a fake parameter or
+    buffer to the model's own tensor.  ``stateful`` and ``notes`` go into the report; ``effectful`` are modules whose call must not
+    be left out even when nobody reads its result.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        opened: Collection[str],
+        mode: FakeTensorMode,
+        device: torch.device,
+        real: Mapping[int, Tensor],
+    ) -> None:
+        self.model, self.opened, self.mode, self.device = model, frozenset(opened), mode, device
+        self.real = real
+        self.paused = 0
+        self.profile = Profile()
+        self.entered: set[str] = set()
+        self.frames = Frames(model)
+        names = Names(model)
+        self.original_buffers: dict[str, Tensor] = names.slots(model.modules())
+        self.watch = Watch(self.frames.draw, lambda tensor: names.tensor(tensor) is not None)
+        self.writer = GraphWriter(names, self.frames, self.watch.makers, device)
+        self.functions = FunctionRule(self)
+        self.modules = ModuleRule(self)
+        self.reads = Reads(self.writer, model, ())
+        self.stateful: dict[str, tuple[str, ...]] = {}
+        self.notes: list[str] = []
+        self.effectful: set[nn.Module] = set()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Let torch calls through without recording them."""
+        self.paused += 1
+        try:
+            yield
+        finally:
+            self.paused -= 1
+
+    def unobserved(self) -> AbstractContextManager[Any]:
+        """Take the function mode away, so that torch takes the paths it takes in a plain run."""
+        return without(self.functions)
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one closed module as a plain forward would."""
+        with self.unobserved():
+            return run_closed(self, module, args, kwargs)
+
+    def record(self, inputs: Sequence[Tensor], structure: Structure) -> Structure:
+        """Record one forward on the real ``inputs``, arranged by ``structure``; return the output's structure."""
+        self.reads = Reads(self.writer, self.model, inputs)
+        fakes = [fake_of(tensor, self.mode, self.device) for tensor in inputs]
+        for index, fake in enumerate(fakes):
+            self.writer.placeholder(index, fake)
+        args, kwargs = structure.rebuild(fakes)
+        with self.mode, patched(self.modules, self.functions.apply), self.watch, self.functions:
+            output = self.model(*args, **kwargs)
+        tensors, out = flatten(output)
+        self.writer.graph.output(tuple(self.writer.node_of(tensor) for tensor in tensors))
+        return out

@@ -1,0 +1,26 @@
+"""How a rule tells the capture loop that another module has to be closed or opened before the recording can be right.
+
+They do not derive from ``Exception``: a model's own ``except Exception`` must not swallow them.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+__all__ = ["NeedClose", "NeedOpen"]
+
+
+class NeedClose(BaseException):
+    """``module`` was opened and must be recorded as one call; at the root this is an error for the user."""
+
+    def __init__(self, module: nn.Module, reason: str, line: str) -> None:
+        super().__init__(reason)
+        self.module, self.reason, self.line = module, reason, line
+
+
+class NeedOpen(BaseException):
+    """``module`` was recorded as one call, but ``reader`` read a tensor made inside it that is not part of its result."""
+
+    def __init__(self, module: nn.Module, reader: nn.Module, reason: str, line: str) -> None:
+        super().__init__(reason)
+        self.module, self.reader, self.reason, self.line = module, reader, reason, line

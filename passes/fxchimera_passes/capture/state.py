@@ -1,0 +1,129 @@
+"""Leaves the model and the random generators as they were: whatever a recording changes is put back.
+
+Attributes of every module are remembered one container deep (hooks, ``_buffers``, lists and dicts that a forward fills), so a
+fake tensor that a forward cached does not stay behind.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Attributes", "changed_attributes", "generators_untouched", "model_untouched", "plain_state", "without_cache"]
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+Attributes = dict[str, tuple[int, int | None]]
+
+
+def plain_state(module: nn.Module) -> Attributes:
+    """Fingerprint the Python attributes of ``module`` itself: identity, and length of containers."""
+    return {
+        name: (id(value), len(value) if isinstance(value, (list, dict, set, deque)) else None)
+        for name, value in vars(module).items()
+        if name not in _TABLES
+    }
+
+
+def changed_attributes(module: nn.Module, before: Mapping[str, tuple[int, int | None]]) -> tuple[str, ...]:
+    """Return the names of attributes of ``module`` that differ from the fingerprint ``before``."""
+    now = plain_state(module)
+    return tuple(sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name)))
+
+
+@contextmanager
+def model_untouched(model: nn.Module, *, settle: bool = False) -> Iterator[None]:
+    """Restore every module's attributes, and the containers in them, on the way out.
+
+    With ``settle``, what a first call installs stays: hooks, and flags (attributes that are None, a bool or a string now).
+    """
+    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    kept = [(module, dict(vars(module)), _containers(module, hooks=not settle)) for module in modules]
+    try:
+        yield
+    finally:
+        for module, attributes, containers in kept:
+            now = vars(module)
+            stays = {name for name, value in now.items() if settle and (value is None or isinstance(value, (bool, str)))}
+            for name in now.keys() - attributes.keys() - stays:
+                del now[name]
+            now.update({name: value for name, value in attributes.items() if name not in stays})
+            for original, contents in containers:
+                _refill(original, contents)
+
+
+def _containers(module: nn.Module, *, hooks: bool) -> list[tuple[Any, Any]]:
+    found = [value for name, value in vars(module).items() if hooks or "hooks" not in name]
+    return [(value, copy.copy(value)) for value in found if isinstance(value, (list, dict, set, deque))]
+
+
+def _refill(original: Any, contents: Any) -> None:
+    if isinstance(original, dict):
+        same = list(original) == list(contents) and all(original[key] is value for key, value in contents.items())
+    else:
+        same = len(original) == len(contents) and all(a is b for a, b in zip(original, contents, strict=True))
+    if same:
+        return
+    original.clear()
+    if isinstance(original, (dict, set)):
+        original.update(contents)
+    else:
+        original.extend(contents)
+
+
+@contextmanager
+def generators_untouched() -> Iterator[Callable[[], list[str]]]:
+    """Restore torch's, Python's and numpy's random state.
+
+    Yields a function that names those of Python's and numpy's generators that were used so far.
+    """
+    numpy: Any = sys.modules.get("numpy")
+    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
+
+    def used() -> list[str]:
+        found = ["random"] if random.getstate() != python_state else []
+        return found + (["numpy.random"] if numpy and str(numpy.random.get_state()) != str(numpy_state) else [])
+
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield used
+        finally:
+            if "random" in used():
+                random.setstate(python_state)
+            if "numpy.random" in used():
+                numpy.random.set_state(numpy_state)
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Set ``use_cache=False`` in the model's configurations, nested ones too, while it is trained; restored on the way out.
+
+    Key-value caches are for generation: in training they double what crosses a cut and nobody reads them.
+    """
+    changed: list[Any] = []
+    try:
+        if model.training:
+            for module in model.modules():
+                _switch_off(getattr(module, "config", None), changed, 0)
+        yield
+    finally:
+        for config in changed:
+            config.use_cache = True
+
+
+def _switch_off(config: Any, changed: list[Any], depth: int) -> None:
+    if depth > 3 or not hasattr(config, "__dict__"):
+        return
+    if vars(config).get("use_cache") is True:
+        config.use_cache = False
+        changed.append(config)
+    for value in vars(config).values():
+        if type(value).__name__.endswith("Config"):
+            _switch_off(value, changed, depth + 1)

@@ -1,0 +1,109 @@
+"""Sees every operator that runs, also inside closed modules: cost, randomness, writes, and who made which tensor.
+
+A function mode sees a call as the user wrote it; this dispatch mode sees what that call does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxchimera_passes._torch import FakeTensor, OpOverload, TorchDispatchMode, storage_key, written
+from fxchimera_passes.capture.flops import bytes_of, flops_of, tensors_in
+from fxchimera_passes.captured import RandomKey
+
+__all__ = ["Seen", "Watch"]
+
+
+@dataclass(slots=True)
+class Seen:
+    """What ran inside one node.
+
+    ``written`` holds the storages that operators wrote; ``named`` the identities of model parameters and buffers that they
+    read.  ``maker`` is the closed module whose call this is.  Storages in ``known`` were given to the call or made by it; a
+    fake tensor of any other storage that an operator reads came in by a hidden way, and is kept in ``smuggled``.
+    """
+
+    maker: nn.Module | None = None
+    known: set[int | None] | None = None
+    flops: float = 0.0
+    moved: float = 0.0
+    random: list[RandomKey] = field(default_factory=list)
+    written: set[int | None] = field(default_factory=set)
+    named: dict[int, Tensor] = field(default_factory=dict)
+    smuggled: list[Tensor] = field(default_factory=list)
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Charges every operator to the node being recorded.
+
+    Args:
+        draw: names the random operation that runs now.
+        named: tells whether a tensor is a parameter or buffer of the model.
+    """
+
+    def __init__(self, draw: Callable[[], RandomKey], named: Callable[[Tensor], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.draw, self.named = draw, named
+        self.seen = Seen()
+        self.flops = 0.0
+        self.moved = 0.0
+        self.makers: dict[int, nn.Module] = {}
+        self._kept: list[Tensor] = []
+
+    @contextmanager
+    def node(self, maker: nn.Module | None = None, known: set[int | None] | None = None) -> Iterator[Seen]:
+        """Collect what runs inside one node."""
+        outer, self.seen = self.seen, Seen(maker, known)
+        try:
+            yield self.seen
+        finally:
+            self.seen = outer
+
+    def mark(self) -> tuple[float, float]:
+        """Remember the totals, for :meth:`rewind`."""
+        return self.flops, self.moved
+
+    def rewind(self, mark: tuple[float, float]) -> None:
+        """Forget what the node being recorded has done since ``mark`` (an attempt that failed)."""
+        self.flops, self.moved = mark
+        self.seen.flops = self.seen.moved = 0.0
+        self.seen.random.clear()
+        self.seen.smuggled.clear()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        key = self.draw() if torch.Tag.nondeterministic_seeded in func.tags else None
+        result = func(*args, **kwargs)
+        seen, inputs, outputs = self.seen, tensors_in([*args, *kwargs.values()]), tensors_in(result)
+        if key is not None:
+            seen.random.append(key)
+        for tensor in written(func, args, kwargs):
+            seen.written.add(storage_key(tensor))
+        flops, moved = flops_of(func, args, kwargs, result), bytes_of(func, args, result)
+        self.flops, self.moved = self.flops + flops, self.moved + moved
+        seen.flops, seen.moved = seen.flops + flops, seen.moved + moved
+        self._follow(seen, inputs, outputs)
+        return result
+
+    def _follow(self, seen: Seen, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        for tensor in inputs:
+            if self.named(tensor):
+                seen.named[id(tensor)] = tensor
+            elif seen.known is not None and isinstance(tensor, FakeTensor) and storage_key(tensor) not in seen.known:
+                seen.smuggled.append(tensor)
+        for tensor in outputs:
+            self._kept.append(tensor)
+            if seen.known is not None:
+                seen.known.add(storage_key(tensor))
+            if seen.maker is not None:
+                self.makers[id(tensor)] = seen.maker

@@ -1,0 +1,12 @@
+"""What the nodes of a recorded graph cost: estimated, measured, or as a formula in the batch size.
+
+The three ways live in a file each; this is the door to them.
+"""
+
+from __future__ import annotations
+
+from fxchimera_passes.analytic import NodeCosts, analytic
+from fxchimera_passes.measure import measured
+from fxchimera_passes.symbolic import SymbolicCosts, symbolic
+
+__all__ = ["NodeCosts", "SymbolicCosts", "analytic", "measured", "symbolic"]

@@ -1,0 +1,148 @@
+"""Randomness that has a name: the same draws whatever the cuts, the schedule, the direction and the number of stages.
+
+Every random operation of the forward has a key (module, call of it, ordinal in the call).  Its numbers come from a hash of
+(seed, step, micro-batch, key) instead of from whatever was drawn before it on this rank.
+
+Threads of one process share torch's generator of a device, so an operation runs with the generator set to its key and put back,
+under one lock (some microseconds).  The user's own random stream is never moved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random as python_random
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fxchimera_passes._torch import TorchDispatchMode
+from fxchimera_passes.captured import RandomKey
+
+__all__ = ["HOST_ORDINAL", "is_random", "keyed_random", "microbatch_randomness", "seed_of"]
+
+# A key with this ordinal says that the module draws from Python's or numpy's global generator.
+HOST_ORDINAL = -1
+
+# One lock for the process: torch's, Python's and numpy's global generators are the process's own.
+_GENERATORS = threading.RLock()
+_MICROBATCH: ContextVar[tuple[int, int, int] | None] = ContextVar("fxchimera_microbatch", default=None)
+_PROBABILITIES = ("dropout_p", "dropout", "p")
+_SWITCHES = ("train", "training")
+
+
+@contextmanager
+def microbatch_randomness(seed: int, step: int, microbatch: int) -> Iterator[None]:
+    """Name the micro-batch whose forward runs inside, in this thread."""
+    token = _MICROBATCH.set((seed, step, microbatch))
+    try:
+        yield
+    finally:
+        _MICROBATCH.reset(token)
+
+
+def keyed_random(keys: Sequence[RandomKey]) -> Any:
+    """A context in which the i-th random aten operation draws from ``keys[i]``; does nothing outside a named micro-batch.
+
+    Operations beyond the list continue the last key's ordinals.  A key with ``HOST_ORDINAL`` seeds Python's and numpy's global
+    generators for the whole context and puts them back after it; the lock is held meanwhile, as nothing narrower is safe, so the
+    recording gives such a key only to modules that it saw drawing from them.
+    """
+    where = _MICROBATCH.get()
+    if where is None or not keys:
+        return nullcontext()
+    host = next((key for key in keys if key.ordinal == HOST_ORDINAL), None)
+    mode = KeyedMode(where, tuple(key for key in keys if key.ordinal != HOST_ORDINAL) or (replace(keys[-1], ordinal=0),))
+    return mode if host is None else _with_host(mode, seed_of(*where, host))
+
+
+def seed_of(seed: int, step: int, microbatch: int, key: RandomKey) -> int:
+    """The 63-bit seed of one random operation; the same in every process and Python version."""
+    text = f"{seed}/{step}/{microbatch}/{key.module}/{key.call}/{key.ordinal}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def is_random(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an aten operation draws numbers in this call.
+
+    torch tags attention and dropout as random even where their probability is zero; which attention kernel runs depends on dtype
+    and device, so those calls must not count.
+    """
+    if torch.Tag.nondeterministic_seeded not in function.tags:
+        return False
+    for place, argument in enumerate(function._schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+        if argument.name in _SWITCHES and value is False:
+            return False
+        if argument.name in _PROBABILITIES and isinstance(value, float) and value == 0.0:
+            return False
+    return True
+
+
+class KeyedMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs each random operation on a generator seeded from its key."""
+
+    def __init__(self, where: tuple[int, int, int], keys: tuple[RandomKey, ...], done: int = 0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.where, self.keys, self.done = where, keys, done
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Pass everything on, random operations under their key."""
+        kwargs = kwargs or {}
+        if not is_random(function, args, kwargs):
+            return function(*args, **kwargs)
+        seed = seed_of(*self.where, _key(self.keys, self.done))
+        self.done += 1
+        generator = _generator(args, kwargs)
+        if generator is None:
+            return function(*args, **kwargs)
+        with _GENERATORS:
+            state = generator.get_state()
+            generator.manual_seed(seed)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                generator.set_state(state)
+
+
+def _key(keys: tuple[RandomKey, ...], place: int) -> RandomKey:
+    if place < len(keys):
+        return keys[place]
+    return replace(keys[-1], ordinal=keys[-1].ordinal + 1 + place - len(keys))
+
+
+def _generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator | None:
+    """The generator that an operation draws from: the one it is given, else its device's default one; None on fake devices."""
+    given = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)), None)
+    if given is not None:
+        return given
+    device = kwargs.get("device")
+    if device is None:
+        device = next((value.device for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), torch.device("cpu"))
+    device = torch.device(device)
+    if device.type == "meta":
+        return None
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    found: torch.Generator = module.default_generators[module.current_device() if device.index is None else device.index]
+    return found
+
+
+@contextmanager
+def _with_host(mode: KeyedMode, seed: int) -> Iterator[None]:
+    with _GENERATORS:
+        python_state, numpy_state = python_random.getstate(), np.random.get_state()
+        python_random.seed(seed)
+        np.random.seed(seed % 2**32)  # the user's code draws from numpy's global generator
+        try:
+            with mode:
+                yield
+        finally:
+            python_random.setstate(python_state)
+            np.random.set_state(numpy_state)

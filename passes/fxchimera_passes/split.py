@@ -1,0 +1,204 @@
+"""Write one graph per stage: values come in from the stage before, go out to the stage after.
+
+    forward(*received, *inputs) -> sent            the last stage returns the model's output tensors
+
+A stage's graph calls the user's own modules; binding it to a model makes a module out of it.  A value that only passes through is
+returned as it came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxchimera_passes.captured import Captured, TensorMeta, info
+from fxchimera_passes.inplace import may_alias, written
+from fxchimera_passes.plan import Stage, StagePlan
+from fxchimera_passes.scope import call_in_scope, scope_of
+
+__all__ = ["StageGraph", "split", "stand_in"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageGraph:
+    """The graph of one stage.
+
+    ``constants`` are the recording's constants that the graph reads, by attribute name.  ``modules`` are the qualified names of the
+    leaf modules that it calls, ``attributes`` those of the parameters and buffers that it reads itself.
+    """
+
+    stage: Stage
+    graph: fx.Graph
+    constants: Mapping[str, Any]
+    modules: tuple[str, ...]
+    attributes: tuple[str, ...]
+
+    def bind(self, root: nn.Module, *, device: torch.device | None = None) -> fx.GraphModule:
+        """Make a module that runs the graph on ``root``'s own submodules, parameters and buffers.
+
+        ``root`` is the recorded model or a clone of it.  With ``device`` the constants, and operations recorded with an explicit
+        device, go there.
+        """
+        holder = nn.Module()
+        holder.training = root.training
+        for name in self.modules:
+            _place(holder, name, root.get_submodule(name))
+        for name in self.attributes:
+            if not any(name.startswith(f"{module}.") for module in self.modules):
+                _place(holder, name, _attribute(root, name))
+        for name, value in self.constants.items():
+            _place(holder, name, value.to(device) if device is not None and isinstance(value, torch.Tensor) else value)
+        graph = fx.Graph()
+        output = graph.graph_copy(self.graph, {})
+        graph.output(output)
+        for old, new in zip(self.graph.nodes, graph.nodes, strict=True):
+            new.meta = dict(old.meta)
+            if device is not None:
+                new.args, new.kwargs = _on_device((new.args, new.kwargs), device)
+        return fx.GraphModule(holder, graph, class_name=f"Stage{self.stage.index}")
+
+
+def split(captured: Captured, plan: StagePlan) -> tuple[StageGraph, ...]:
+    """Write the graph of every stage of ``plan``, first to last."""
+    return tuple(_Writer(captured, stage, stage.index == len(plan.stages) - 1).write() for stage in plan.stages)
+
+
+def stand_in(like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of this shape and dtype on the device of ``like`` that holds no memory, for a reader of shapes alone."""
+    return torch.zeros((), dtype=dtype, device=like.device).expand(shape)
+
+
+class _Writer:
+    """Writes one stage; ``env`` maps recorded nodes to the stage's own."""
+
+    def __init__(self, captured: Captured, stage: Stage, is_last: bool) -> None:
+        self.captured, self.stage, self.is_last = captured, stage, is_last
+        self.nodes = {node.name: node for node in captured.graph.nodes}
+        self.run = [self.nodes[name] for name in stage.nodes]
+        self.ambient = any(info(node).grad_enabled for node in self.nodes.values() if node.op.startswith("call"))
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.constants: dict[str, Any] = {}
+        self.modules: dict[str, None] = {}
+        self.attributes: dict[str, None] = {}
+
+    def write(self) -> StageGraph:
+        """Placeholders, then the nodes in graph order, then the output."""
+        placeholders = self._placeholders()
+        passed_on = dict(self.env)
+        self._copy_written(placeholders)
+        for node in self.run:
+            self._operation(node)
+        self.graph.output(self._results(passed_on))
+        self.graph.lint()
+        return StageGraph(
+            stage=self.stage,
+            graph=self.graph,
+            constants=self.constants,
+            modules=tuple(self.modules),
+            attributes=tuple(self.attributes),
+        )
+
+    def _placeholders(self) -> list[fx.Node]:
+        inputs = [node for node in self.captured.graph.nodes if node.op == "placeholder"]
+        wanted = [self.nodes[value.name] for value in self.stage.received] + [inputs[k] for k in self.stage.inputs]
+        for node in wanted:
+            self.env[node] = self._keep(node, self.graph.create_node("placeholder", node.name, name=node.name))
+        return wanted
+
+    def _copy_written(self, arrived: list[fx.Node]) -> None:
+        """What arrives is a leaf of autograd or the user's batch: hand writers a copy of it."""
+        targets = {target for node in self.run for target in written(node, self.captured.model)}
+        touched = set(targets)
+        for node in reversed(self.run):
+            if node in touched and may_alias(node, self.captured.model):
+                touched.update(node.all_input_nodes)
+        for node in arrived:
+            if node in touched:
+                self.env[node] = self._keep(node, self.graph.call_method("clone", (self.env[node],)))
+
+    def _operation(self, node: fx.Node) -> None:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._argument)
+        scope = scope_of(info(node), self.ambient)
+        if node.op == "call_module":
+            self.modules[str(node.target)] = None
+        if scope is None:
+            made = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+        else:
+            setting = self._constant(f"scope_of_{node.name}", scope)
+            made = self.graph.create_node(
+                "call_function", call_in_scope, (setting, self._callable(node), *args), kwargs, name=node.name
+            )
+        self.env[node] = self._keep(node, made)
+
+    def _callable(self, node: fx.Node) -> fx.Node:
+        """What ``call_in_scope`` is to call for ``node``; generated code can name it as an attribute only."""
+        if node.op == "call_module":
+            return self.graph.create_node("get_attr", str(node.target))
+        # ``x.name(...)`` is ``type(x).name(x, ...)``; every recorded method is one of torch.Tensor's
+        function = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
+        return self._constant(f"function_of_{node.name}", function)
+
+    def _argument(self, node: fx.Node) -> fx.Node:
+        if node in self.env:
+            return self.env[node]
+        if node.op == "get_attr":
+            self.env[node] = self._keep(node, self._attribute(str(node.target)))
+            return self.env[node]
+        value = info(node).value
+        if value is None:
+            raise AssertionError(f"stage {self.stage.index} reads {node.name!r}, which the plan does not bring there")
+        self.env[node] = self._keep(node, self._stand_in(value))
+        return self.env[node]
+
+    def _attribute(self, name: str) -> fx.Node:
+        if name in self.captured.constants:
+            return self._constant(name, self.captured.constants[name])
+        self.attributes[name] = None
+        return self.graph.create_node("get_attr", name)
+
+    def _constant(self, name: str, value: Any) -> fx.Node:
+        self.constants[name] = value
+        return self.graph.create_node("get_attr", name)
+
+    def _stand_in(self, value: TensorMeta) -> fx.Node:
+        like = next(node for node in self.graph.nodes if node.op == "placeholder")
+        return self.graph.call_function(stand_in, (like, value.shape, value.dtype))
+
+    def _results(self, passed_on: Mapping[fx.Node, fx.Node]) -> Any:
+        if self.is_last:
+            output = next(node for node in reversed(self.captured.graph.nodes) if node.op == "output")
+            return fx.map_arg(output.args[0], self._argument)
+        sent = [self.nodes[value.name] for value in self.stage.sent]
+        return tuple(passed_on.get(node, self.env[node]) for node in sent)
+
+    @staticmethod
+    def _keep(old: fx.Node, new: fx.Node) -> fx.Node:
+        new.meta["info"] = info(old)
+        return new
+
+
+def _place(holder: nn.Module, name: str, value: Any) -> None:
+    """Hang ``value`` under its dotted name, through empty modules."""
+    *path, last = name.split(".")
+    for part in path:
+        if not hasattr(holder, part):
+            holder.add_module(part, nn.Module())
+        holder = getattr(holder, part)
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        holder.register_buffer(last, value)
+    else:
+        setattr(holder, last, value)
+
+
+def _attribute(root: nn.Module, name: str) -> Any:
+    path, _, last = name.rpartition(".")
+    return getattr(root.get_submodule(path), last)
+
+
+def _on_device(arguments: Any, device: torch.device) -> Any:
+    return fx.node.map_aggregate(arguments, lambda value: device if isinstance(value, torch.device) else value)
