@@ -24,6 +24,7 @@ from fxchimera.schedule.lower import lower
 from fxchimera.schedule.order import Order
 from fxchimera.schedule.profile import Costs
 from fxchimera.schedule.timeline import Timeline
+from fxchimera_passes.captured import info
 from fxchimera_passes.plan import StagePlan
 
 __all__ = ["Engine", "Orders"]
@@ -121,7 +122,7 @@ class Engine:
 
 
 def _written_buffers(program: Program) -> set[str]:
-    return {name for node in program.captured.graph.nodes for name in node.meta["info"].writes}
+    return {name for node in program.captured.graph.nodes for name in info(node).writes}
 
 
 def _norm_buffers(model: nn.Module) -> set[str]:

@@ -1,7 +1,7 @@
 """A timeline as text, one row a rank.
 
     chimera: makespan 16 s, bubble 25.0% (with a barrier)
-    rank 0  F0-..F1-f2-b2====f3-...
+    rank 0  F0-F1-...f2-b2====f3-b3====...B0====......B1====
 
 A cell shows kind and micro-batch and is filled with ``-`` (forward) or ``=`` (backward); capitals go down, small letters up.
 When there is no room for that, a cell is one letter for its micro-batch, small in the forward and capital in the backward: a, b,

@@ -12,6 +12,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from fxchimera.errors import ScheduleError
 from fxchimera.schedule import check, lower, make_order, one_way, read_csv
 
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
@@ -34,5 +35,13 @@ def written_by_torch(name, depth, number):
 @pytest.mark.parametrize(("depth", "number"), [(2, 2), (3, 7), (4, 4), (4, 9), (8, 8)])
 def test_same_lists_as_torch(name, depth, number):
     order = read_csv(written_by_torch(name, depth, number), one_way(depth, number), name)
-    assert order == make_order(name, depth, number)
-    check(lower(order))
+    ours = make_order(name, depth, number)
+    # torch 2.13 numbers the forwards of 1F1B's last rank from 1 instead of 0: there the kinds only are compared.
+    assert order.ranks[:-1] == ours.ranks[:-1]
+    assert [action.kind for action in order.ranks[-1]] == [action.kind for action in ours.ranks[-1]]
+    if order == ours:
+        check(lower(order))
+    else:
+        assert name == "1f1b"
+        with pytest.raises(ScheduleError, match=f"{depth - 1}F{number} names a stage or micro-batch that is not there"):
+            check(order)

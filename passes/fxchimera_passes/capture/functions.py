@@ -95,9 +95,10 @@ class FunctionRule(TorchFunctionMode):
             return graph.call_function(setattr, (args[0], owner.__name__, args[1]))
         if name in _OPERATORS and isinstance(func, _METHODS):
             return graph.call_function(_OPERATORS[name], args, kwargs)
-        if isinstance(func, _METHODS) or getattr(Tensor, name, None) is func:
+        function: Any = func
+        if isinstance(function, _METHODS) or getattr(Tensor, name, None) is function:
             return graph.call_method(name, args, kwargs)
-        return graph.call_function(func, args, kwargs)
+        return graph.call_function(function, args, kwargs)
 
     def apply(self, original: Callable[..., Any], cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record one ``autograd.Function``: a node that keeps its own backward."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
+import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,13 +45,12 @@ def model_untouched(model: nn.Module, *, settle: bool = False) -> Iterator[None]
 
     With ``settle``, what a first call installs stays: hooks, and flags (attributes that are None, a bool or a string now).
     """
-    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    kept = [(module, dict(vars(module)), _containers(module, hooks=not settle)) for module in modules]
+    kept = [(holder, dict(vars(holder)), _containers(holder, hooks=not settle)) for holder in _holders(model)]
     try:
         yield
     finally:
-        for module, attributes, containers in kept:
-            now = vars(module)
+        for holder, attributes, containers in kept:
+            now = vars(holder)
             stays = {name for name, value in now.items() if settle and (value is None or isinstance(value, (bool, str)))}
             for name in now.keys() - attributes.keys() - stays:
                 del now[name]
@@ -59,8 +59,23 @@ def model_untouched(model: nn.Module, *, settle: bool = False) -> Iterator[None]
                 _refill(original, contents)
 
 
-def _containers(module: nn.Module, *, hooks: bool) -> list[tuple[Any, Any]]:
-    found = [value for name, value in vars(module).items() if hooks or "hooks" not in name]
+def _holders(model: nn.Module) -> list[Any]:
+    """List the modules, and the plain objects that sit in their attributes (configurations, caches)."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            found[id(module)] = module
+            found.update({id(value): value for value in vars(module).values() if _is_plain(value)})
+    return list(found.values())
+
+
+def _is_plain(value: Any) -> bool:
+    no_state = (nn.Module, torch.Tensor, type, types.FunctionType, types.MethodType, types.ModuleType)
+    return type(getattr(value, "__dict__", None)) is dict and not isinstance(value, no_state)
+
+
+def _containers(holder: Any, *, hooks: bool) -> list[tuple[Any, Any]]:
+    found = [value for name, value in vars(holder).items() if hooks or "hooks" not in name]
     return [(value, copy.copy(value)) for value in found if isinstance(value, (list, dict, set, deque))]
 
 
