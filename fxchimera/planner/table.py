@@ -53,7 +53,8 @@ class Plan:
     def _title(self) -> str:
         place = self.placement
         return (
-            f"{len(self.stages)} stages on {place.num_ranks} ranks, {place.n_microbatches} micro-batches, schedule {self.schedule}; "
+            f"{len(self.stages)} stages on {place.num_ranks} ranks, {place.n_microbatches} micro-batches, "
+            f"schedule {self.schedule}; "
             f"heaviest stage within {100 * self.gap:.1f} % of the proven bound"
         )
 

@@ -14,6 +14,11 @@ __all__ = ["CallerContext"]
 _T = TypeVar("_T")
 
 
+def _device_types() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
 class CallerContext:
     """Grad mode, autocast, default dtype's device, thread count and context variables at the moment of construction.
 
@@ -27,8 +32,7 @@ class CallerContext:
         self._threads = torch.get_num_threads()
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
-            for kind in ("cpu", torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "")
-            if kind
+            for kind in _device_types()
         ]
 
     def run(self, function: Callable[[], _T]) -> _T:

@@ -38,8 +38,8 @@ __all__ = ["Executor", "Job", "Result"]
 class Job:
     """One step or forward-only call, the same on every rank.
 
-    ``weights`` are the micro-batches' shares of the loss; ``pending_steps`` the steps whose statistics the exchange carries (this one
-    last); ``train`` asks for backwards and the exchange, ``wants_loss`` and ``wants_outputs`` for what the last stage returns.
+    ``weights`` are the micro-batches' shares of the loss; ``pending_steps`` the steps whose statistics the exchange carries (this
+    one last); ``train`` asks for backwards and the exchange, ``wants_loss`` and ``wants_outputs`` for what the last stage returns.
     """
 
     step: int

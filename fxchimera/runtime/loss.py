@@ -125,7 +125,7 @@ def _recognise(loss_weight: LossWeight, loss_fn: LossFn | None) -> LossWeight:
 
 def _count(microbatch: MicroBatch, loss_weight: LossWeight) -> float:
     if callable(loss_weight):
-        weight = loss_weight(microbatch.target, microbatch.args, microbatch.kwargs)
+        weight: object = loss_weight(microbatch.target, microbatch.args, microbatch.kwargs)
         if not isinstance(weight, (Real, torch.Tensor)):
             raise BatchError(f"loss_weight {_where(loss_weight)} must return a number, but returned {weight!r}")
         return float(weight)

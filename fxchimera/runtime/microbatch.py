@@ -65,9 +65,7 @@ class _Leaf:
     dim: int | None
 
 
-def divide(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, n_microbatches: int, specs: ChunkSpecs
-) -> Batch:
+def divide(args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, n_microbatches: int, specs: ChunkSpecs) -> Batch:
     """Divide a batch into ``n_microbatches`` whose sizes differ by at most one row (the first ones are the larger).
 
     Raises:

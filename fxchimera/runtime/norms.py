@@ -24,7 +24,9 @@ def clip_gradients(
         gradient = owned[name].grad if name in owned else None
         if gradient is not None:
             norms[i] = torch.linalg.vector_norm(gradient.detach(), norm_type).to("cpu", torch.float64)
-    total = torch.linalg.vector_norm(torch.stack(world.gather(norms)).sum(0), norm_type)  # all but one addend are zero
+    total: torch.Tensor = torch.linalg.vector_norm(
+        torch.stack(world.gather(norms)).sum(0), norm_type
+    )  # all but one addend are zero
     with_gradients = [parameter for parameter in owned.values() if parameter.grad is not None]
     nn.utils.clip_grads_with_norm_(with_gradients, max_norm, total.to(torch.float32))
     return total.to(torch.float32)

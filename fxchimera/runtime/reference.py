@@ -66,9 +66,7 @@ def run_reference(
     Raises:
         FxChimeraError: A tied parameter is read by several stages from one place in an opened module.
     """
-    task = _Task(
-        batch=batch, programs=programs, weights=weights, loss_fn=loss_fn, loss_scale=loss_scale, seed=seed, step=step
-    )
+    task = _Task(batch=batch, programs=programs, weights=weights, loss_fn=loss_fn, loss_scale=loss_scale, seed=seed, step=step)
     names = {name: model.get_parameter(aliases[0]) for name, aliases in programs[0].captured.parameters.items()}
     earlier = take_gradients(names)
     sums = {name: GradientSum() for name in names}

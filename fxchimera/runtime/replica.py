@@ -74,7 +74,9 @@ class Replica:
 
     def follow_modes(self) -> None:
         """Give the clones the training flags and ``requires_grad`` of the user's modules and parameters."""
-        for name in self._names if self._clones is not None else ():
+        if self._clones is None:
+            return
+        for name in self._names:
             pairs = zip(self._model.get_submodule(name).modules(), self._clones.get_submodule(name).modules(), strict=True)
             for theirs, ours in pairs:
                 ours.training = theirs.training

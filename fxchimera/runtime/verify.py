@@ -109,7 +109,7 @@ def compare(
 def plain_copy(model: nn.Module, names: Mapping[str, tuple[str, ...]], state: Mapping[str, Any]) -> nn.Module:
     """Return a copy of ``model`` with the parameters and buffers of ``state`` and gradients of its own."""
     memo: dict[int, Any] = {}
-    for name, aliases in names.items():
+    for aliases in names.values():
         parameter = model.get_parameter(aliases[0])
         value = next((state[alias] for alias in aliases if alias in state), None)
         data = parameter.detach() if value is None else value.to(parameter.dtype)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from fxchimera.errors import FxChimeraError
 from fxchimera.runtime.failure import Cause, Failure, Limits
@@ -89,7 +90,7 @@ class DistributedWorld:
             )
         self.process = dist.get_rank()
         self.num_processes = num_ranks
-        self.ranks = (self.process,)
+        self.ranks: tuple[int, ...] = (self.process,)
         self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=limits.wait_seconds))
         self.failure: Failure = _SharedFailure(limits, _make_store(self._group))
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
@@ -155,7 +156,7 @@ class DistributedWorld:
 class _SharedFailure(Failure):
     """A failure that is published through a store, and looked for there by a watcher thread."""
 
-    def __init__(self, limits: Limits, store: dist.Store) -> None:
+    def __init__(self, limits: Limits, store: Store) -> None:
         super().__init__(limits)
         self._store = store
         self._stopped = threading.Event()
@@ -202,14 +203,14 @@ def resolve_cause(failure: Failure, cause: Cause) -> Cause:
     return failure.cause or failure.report(cause)
 
 
-def _make_store(group: dist.ProcessGroup) -> dist.Store:
+def _make_store(group: dist.ProcessGroup) -> Store:
     """Rank 0 hosts a store on a free port of the rendezvous address; everybody connects."""
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    store: dist.Store | None = None
+    store: Store | None = None
     port = 0
     if dist.get_rank() == 0:
-        hosted = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        hosted = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         store, port = hosted, hosted.port
     ports: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ports, port, group=group)
-    return store if store is not None else dist.TCPStore(host, ports[0], is_master=False, wait_for_workers=False)
+    return store if store is not None else TCPStore(host, ports[0], is_master=False, wait_for_workers=False)

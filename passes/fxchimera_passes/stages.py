@@ -7,9 +7,9 @@ the cuts and, with two directions, the sum of the stages s and D-1-s that share 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise, product
 
 from fxchimera_passes.analytic import NodeCosts
 from fxchimera_passes.assemble import assemble, owners
@@ -134,22 +134,36 @@ def _pair_cost(atoms: Atoms, cuts: tuple[int, ...]) -> float:
 
 
 def _climb(atoms: Atoms, start: tuple[int, ...], judge: Callable[[tuple[int, ...]], float], tries: int) -> tuple[int, ...]:
-    """Move one cut at a time by a few atoms while the judge likes it better; at most ``tries`` calls of ``judge``."""
-    best, least, spent = start, judge(start), 1
+    """Take the first move that the judge likes better, until there is none or ``judge`` was called ``tries`` times."""
+    best, least, seen = start, judge(start), {start}
     improved = True
     while improved:
         improved = False
-        for at in range(len(start)):
-            for step in (-1, 1, -3, 3):
-                moved = (*best[:at], best[at] + step, *best[at + 1 :])
-                if not _legal(atoms, moved):
-                    continue
-                if spent >= tries:
-                    return best
-                value, spent = judge(moved), spent + 1
-                if value < least:
-                    best, least, improved = moved, value, True
+        for shift in _moves(len(start)):
+            moved = tuple(cut + by for cut, by in zip(best, shift, strict=True))
+            if moved in seen or not _legal(atoms, moved):
+                continue
+            if len(seen) >= tries:
+                return best
+            seen.add(moved)
+            value = judge(moved)
+            if value < least:
+                best, least, improved = moved, value, True
+                break
     return best
+
+
+def _moves(cuts: int) -> Iterator[tuple[int, ...]]:
+    """Shifts of the cuts, small changes first: one cut, all cuts from one on, any two cuts."""
+    for step in (-1, 1, -3, 3):
+        for at in range(cuts):
+            yield tuple(step if i == at else 0 for i in range(cuts))
+    for step in (-1, 1):
+        for at in range(cuts):
+            yield tuple(step if i >= at else 0 for i in range(cuts))
+    for first, second in product((-1, 1), repeat=2):
+        for a, b in combinations(range(cuts), 2):
+            yield tuple(first if i == a else second if i == b else 0 for i in range(cuts))
 
 
 def _legal(atoms: Atoms, cuts: tuple[int, ...]) -> bool:

@@ -13,16 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from fxchimera_passes._torch import FakeTensor, FakeTensorMode, override_tables
+from fxchimera_passes.errors import CaptureError
 
 __all__ = ["capture_device", "fake_model", "fake_of"]
 
 
 def capture_device(model: nn.Module, inputs: Sequence[Tensor], device: torch.device | None) -> torch.device:
-    """Return the device to record for: ``device``, else that of the first tensor that is not a meta tensor, else the CPU."""
-    if device is not None:
-        return device
+    """Return the device to record for: ``device``, else that of the first tensor that is not a meta tensor, else the CPU.
+
+    Raises:
+        CaptureError: this host has no such device (torch aborts the process on fake tensors of a missing device).
+    """
     tensors = [*model.parameters(), *model.buffers(), *inputs]
-    return next((tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu"))
+    found = device or next((tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu"))
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    here = ["cpu"] + ([accelerator.type] if accelerator is not None else [])
+    if found.type not in here:
+        raise CaptureError(f"the model cannot be recorded for {found}: this host has only {' and '.join(here)}")
+    return found
 
 
 def fake_of(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
