@@ -121,12 +121,13 @@ def reference(
     specs = ChunkSpecs(args=args_chunk_spec, kwargs=kwargs_chunk_spec, target=target_chunk_spec)
     batch = divide(args, kwargs, target, n_microbatches, specs)
     programs = _plan(model, batch, order, split_points, "analytic", None)
+    found = [programs.find(microbatch) for microbatch in batch.microbatches]
     return run_reference(
         model,
         batch,
-        [programs.find(microbatch) for microbatch in batch.microbatches],
+        found,
         order.placement,
-        weights=weights_of(batch, loss_weight, loss_fn),
+        weights=weights_of(batch, loss_weight, loss_fn, found),
         loss_fn=loss_fn,
         loss_scale=loss_scale,
         seed=torch.initial_seed() if seed is None else seed,

@@ -240,7 +240,7 @@ class Pipeline:
                 batch=batch,
                 programs=programs,
                 order=order,
-                weights=weights_of(batch, self._loss_weight, self._loss_fn) if wants_loss else (),
+                weights=weights_of(batch, self._loss_weight, self._loss_fn, programs) if wants_loss else (),
                 loss_fn=self._loss_fn,
                 loss_scale=loss_scale,
                 pending_steps=(*self._pending, self._step),

@@ -98,9 +98,13 @@ class Executor:
                 self._failure.check()
                 run.act(action)
             run.finish()
-        except BaseException as error:
+        except Exception as error:
             self.exchange.abandon()
             raise self._blame(error, run) from error
+        except BaseException as interruption:  # Ctrl-C stays what it is, but the other ranks hear of it
+            self.exchange.abandon()
+            self._blame(interruption, run)
+            raise
         return run.result
 
     def _blame(self, error: BaseException, run: _Run) -> PipelineError:

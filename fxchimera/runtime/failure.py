@@ -65,13 +65,14 @@ class Failure:
         if self._cause is not None:
             raise self._cause.error()
 
-    def wait(self, source: queue.SimpleQueue[_T], what: str) -> _T:
-        """Take the next item of ``source``; ``what`` says who waits for what.
+    def wait(self, source: queue.SimpleQueue[_T], what: str, seconds: float | None = None) -> _T:
+        """Take the next item of ``source``; ``what`` says who waits for what, ``seconds`` sets a limit other than the usual.
 
         Raises:
             PipelineError: Another rank has failed meanwhile, or the limit has passed.
         """
-        deadline = time.monotonic() + self.limits.wait_seconds
+        limit = self.limits.wait_seconds if seconds is None else seconds
+        deadline = time.monotonic() + limit
         while True:
             try:
                 return source.get(timeout=_NAP_SECONDS)
@@ -79,6 +80,6 @@ class Failure:
                 self.check()
                 if time.monotonic() > deadline:
                     raise PipelineError(
-                        f"{what} has waited {self.limits.wait_seconds:g} s; the sender is slow or gone. A longer limit is "
+                        f"{what} has waited {limit:g} s; the sender is slow or gone. A longer limit is "
                         "set by pipeline(..., wait_seconds=)"
                     ) from None

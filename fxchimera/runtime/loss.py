@@ -7,7 +7,7 @@ micro-batch gets a weight that is computed from the host batch before anything r
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from fxchimera.errors import BatchError, FxChimeraError
 from fxchimera.runtime.microbatch import Batch, MicroBatch
+from fxchimera.runtime.program import Program
 from fxchimera_passes.structure import flatten
 
 __all__ = ["LossFn", "LossWeight", "find_loss", "loss_of", "total_loss", "weights_of"]
@@ -72,8 +73,11 @@ def find_loss(output: Any) -> torch.Tensor:
     return loss.reshape(())
 
 
-def weights_of(batch: Batch, loss_weight: LossWeight, loss_fn: LossFn | None) -> tuple[float, ...]:
+def weights_of(batch: Batch, loss_weight: LossWeight, loss_fn: LossFn | None, programs: Sequence[Program]) -> tuple[float, ...]:
     """Return how much each micro-batch's loss counts; the weights sum to one (except for "sum", where each is one).
+
+    The default, "samples", is refined where the loss can be seen: by what a torch loss says of itself, and by the targets of a
+    cross-entropy that the model itself computes (``programs`` are the micro-batches' recordings).
 
     Raises:
         BatchError: A callable returned a negative or non-finite number, or nothing in the batch counts.
@@ -81,7 +85,11 @@ def weights_of(batch: Batch, loss_weight: LossWeight, loss_fn: LossFn | None) ->
     resolved = _recognise(loss_weight, loss_fn)
     if resolved == "sum":
         return (1.0,) * len(batch.microbatches)
-    counts = [_count(microbatch, resolved) for microbatch in batch.microbatches]
+    own = [program.counted_targets if loss_fn is None and resolved == "samples" else None for program in programs]
+    counts = [
+        _count(microbatch, resolved) if counted is None else float(counted.count(microbatch.inputs))
+        for microbatch, counted in zip(batch.microbatches, own, strict=True)
+    ]
     total = sum(counts)
     if not 0 < total < float("inf") or min(counts) < 0:
         raise BatchError(

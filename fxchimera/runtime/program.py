@@ -18,17 +18,24 @@ from fxchimera_passes.captured import Captured, TensorMeta
 from fxchimera_passes.plan import Stage, StagePlan
 from fxchimera_passes.split import StageGraph, split
 from fxchimera_passes.stages import transfer
+from fxchimera_passes.targets import CountedTargets, counted_targets
 
 __all__ = ["Program", "Programs"]
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """One recording, cut into stages."""
+    """One recording, cut into stages; ``counted_targets`` belong to the loss that the model computes itself, if it can be seen."""
 
     captured: Captured
     plan: StagePlan
     graphs: tuple[StageGraph, ...]
+    counted_targets: CountedTargets | None
+
+    @classmethod
+    def of(cls, captured: Captured, plan: StagePlan) -> Program:
+        """Cut a recording as ``plan`` says."""
+        return cls(captured, plan, split(captured, plan), counted_targets(captured))
 
     def stage(self, index: int) -> Stage:
         """Return stage ``index`` of the plan."""
@@ -49,7 +56,7 @@ class Programs:
     def __init__(self, captured: Captured, plan: StagePlan, example: MicroBatch) -> None:
         self._captured = captured
         self._plan = plan
-        self.first = Program(captured, plan, split(captured, plan))
+        self.first = Program.of(captured, plan)
         self._cache: dict[Any, list[Program]] = {self._key(example): [self.first]}
 
     def find(self, microbatch: MicroBatch) -> Program:
@@ -65,7 +72,7 @@ class Programs:
                 return program
         captured = recapture(self._captured, microbatch.args, microbatch.kwargs, training=self._captured.model.training)
         plan = transfer(self._captured, self._plan, captured)
-        known.append(Program(captured, plan, split(captured, plan)))
+        known.append(Program.of(captured, plan))
         return known[-1]
 
     def _key(self, microbatch: MicroBatch) -> Any:

@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from fxchimera.errors import FxChimeraError
+from fxchimera.errors import FxChimeraError, PipelineError
 from fxchimera.runtime.failure import Cause, Failure, Limits
 
 __all__ = ["DistributedWorld", "LocalWorld", "World", "make_world", "resolve_cause"]
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 2.0  # how long a broken connection waits for the cause behind it
+_PARTING_SECONDS = 10.0  # how long a rank that closes waits for the others
 _CAUSE = "cause"
 
 
@@ -120,13 +121,20 @@ class DistributedWorld:
         return result
 
     def close(self) -> None:
-        """End the helper threads and leave the groups this object made."""
+        """End the helper threads and leave the groups this object made.
+
+        The ranks part together: one that left early would take the failure store, or a message in flight, from the others.
+        """
         if self._thread is None:
             return
+        thread, self._thread = self._thread, None
+        with contextlib.suppress(PipelineError):
+            self._run(lambda: dist.barrier(group=self._group), _PARTING_SECONDS)
         self._calls.put(None)
         if self.failure.cause is None:
-            self._thread.join(timeout=_GRACE_SECONDS)
-        self._thread = None
+            thread.join(timeout=_GRACE_SECONDS)
+        elif self.process == 0:
+            time.sleep(_GRACE_SECONDS / 2)  # the others learn the cause from the store that ends with this rank
         assert isinstance(self.failure, _SharedFailure)
         self.failure.stop()
         self._leave()
@@ -135,11 +143,11 @@ class DistributedWorld:
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
-    def _run(self, call: Callable[[], Any]) -> Any:
+    def _run(self, call: Callable[[], Any], seconds: float | None = None) -> Any:
         self.failure.check()
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._calls.put((call, answer))
-        result = self.failure.wait(answer, f"rank {self.process}, in an exchange among all ranks,")
+        result = self.failure.wait(answer, f"rank {self.process}, in an exchange among all ranks,", seconds)
         if isinstance(result, Exception):
             raise resolve_cause(self.failure, Cause(self.process, f"an exchange among all ranks broke: {result}")).error()
         return result

@@ -211,9 +211,7 @@ def test_two_directions_balance_pairs():
         return max(c[0] + c[3], c[1] + c[2])
 
     plan = make_plan(captured, seconds, 4, score=pairs)
-    best = min(
-        max(sum(costs[:a]) + sum(costs[c:]), sum(costs[a:c])) for a, _, c in itertools.combinations(range(1, 11), 3)
-    )
+    best = min(max(sum(costs[:a]) + sum(costs[c:]), sum(costs[a:c])) for a, _, c in itertools.combinations(range(1, 11), 3))
     assert pairs(plan.stages) == best
 
 

@@ -160,7 +160,9 @@ def test_in_place_writes_across_every_cut(num_stages):
     examples = []
     for _ in range(2):
         torch.manual_seed(1)
-        examples.append(Example(Written().double(), (torch.ones(3, 8).double(),), {}, None, lambda output, _: output.square().sum()))
+        examples.append(
+            Example(Written().double(), (torch.ones(3, 8).double(),), {}, None, lambda output, _: output.square().sum())
+        )
     example, reference = examples
     output, _ = step(*planned(example, num_stages), example)
     expected, _ = plain(reference)

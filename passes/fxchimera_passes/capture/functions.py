@@ -33,7 +33,7 @@ _EFFECTS = frozenset(
 _QUERIES = frozenset(
     ["size", "dim", "stride", "__len__", "numel", "is_contiguous", "is_floating_point", "is_complex", "ndimension"]
 )
-_OPERATORS = {"__getitem__": operator.getitem, "__setitem__": operator.setitem}
+_OPERATORS: Mapping[str, Callable[..., Any]] = {"__getitem__": operator.getitem, "__setitem__": operator.setitem}
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)
 
 

@@ -114,8 +114,8 @@ class ModuleRule:
         """Name the parameters and buffers of the subtree, and others that the call read without being given them."""
         names = self.recorder.writer.names
         parameters, buffers = names.inside(module)
-        passed: set[str] = set()
-        fx.map_arg(arguments, lambda node: passed.update((*node.meta["info"].parameters, *node.meta["info"].buffers)))
+        passed: set[str | Any] = set()
+        fx.map_arg(arguments, lambda node: passed.add(node.target) if node.op == "get_attr" else None)
         for identity in seen.named:
             for table, found in ((names.parameters, parameters), (names.buffers, buffers)):
                 name = table.get(identity)
