@@ -10,7 +10,9 @@ from __future__ import annotations
 import datetime
 import queue
 import threading
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,43 +26,56 @@ from fxchimera_passes.captured import TensorMeta
 
 __all__ = ["DistributedTransport"]
 
-_JOIN_SECONDS = 2.0
+_CLOSE_SECONDS = 5.0
+_JOIN_SECONDS = 0.05
 
 
-class _Sender(threading.Thread):
+class _Helper(threading.Thread):
+    """Makes the blocking calls of one end of a channel; ``tasks`` ends with None.
+
+    When it has ended, its group is destroyed.  That closes the connection and so releases the helper at the other end, if that
+    one is blocked: of the two ends of a channel at most one can be, since two that are would have met.
+    """
+
+    def __init__(self, channel: Channel, group: dist.ProcessGroup, failure: Failure, peer: int) -> None:
+        super().__init__(name=f"fxchimera-{channel}", daemon=True)
+        self.tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.channel, self.group, self.peer = channel, group, peer
+        self._failure = failure
+
+    def run(self) -> None:
+        try:
+            while (task := self.tasks.get()) is not None:
+                if self._failure.cause is None:
+                    self.handle(task)
+        except Exception as error:
+            cause = Cause(self.peer, f"the connection on channel {self.channel} broke: {error}")
+            resolve_cause(self._failure, cause)
+
+    def handle(self, task: Any) -> None:
+        """Do one blocking call."""
+        raise TypeError(f"{type(self).__name__} does not say how")
+
+
+class _Sender(_Helper):
     """Sends the buffers of one channel, in order; a buffer lives until its send is done."""
 
-    def __init__(self, channel: Channel, group: dist.ProcessGroup, failure: Failure) -> None:
-        super().__init__(name=f"fxchimera-send-{channel}", daemon=True)
-        self.outgoing: queue.SimpleQueue[tuple[int, torch.Tensor] | None] = queue.SimpleQueue()
-        self._channel, self._group, self._failure = channel, group, failure
-
-    def run(self) -> None:
-        try:
-            while (item := self.outgoing.get()) is not None:
-                tag, buffer = item
-                dist.send(buffer, self._channel[1], group=self._group, tag=tag)
-        except Exception as error:
-            _broken(self._failure, self._channel[1], f"rank {self._channel[0]} could not send to it: {error}")
+    def handle(self, task: tuple[int, torch.Tensor]) -> None:
+        tag, buffer = task
+        dist.send(buffer, self.peer, group=self.group, tag=tag)
 
 
-class _Receiver(threading.Thread):
+class _Receiver(_Helper):
     """Receives the announced messages of one channel, in order, ahead of the computes that need them."""
 
-    def __init__(self, channel: Channel, group: dist.ProcessGroup, failure: Failure) -> None:
-        super().__init__(name=f"fxchimera-recv-{channel}", daemon=True)
-        self.announced: queue.SimpleQueue[Expected | None] = queue.SimpleQueue()
+    def __init__(self, channel: Channel, group: dist.ProcessGroup, failure: Failure, peer: int) -> None:
+        super().__init__(channel, group, failure, peer)
         self.arrived: queue.SimpleQueue[tuple[Expected, torch.Tensor]] = queue.SimpleQueue()
-        self._channel, self._group, self._failure = channel, group, failure
 
-    def run(self) -> None:
-        try:
-            while (expected := self.announced.get()) is not None:
-                buffer = torch.empty(message_bytes(expected.metas), dtype=torch.uint8)
-                dist.recv(buffer, self._channel[0], group=self._group, tag=_tag(expected.key))
-                self.arrived.put((expected, buffer))
-        except Exception as error:
-            _broken(self._failure, self._channel[0], f"rank {self._channel[1]} could not receive from it: {error}")
+    def handle(self, task: Expected) -> None:
+        buffer = torch.empty(message_bytes(task.metas), dtype=torch.uint8)
+        dist.recv(buffer, self.peer, group=self.group, tag=_tag(task.key))
+        self.arrived.put((task, buffer))
 
 
 class DistributedTransport:
@@ -81,25 +96,21 @@ class DistributedTransport:
             group = dist.new_group(sorted(channel[:2]), timeout=timeout, backend="gloo")
             if rank == channel[0]:
                 dist.send(torch.zeros(1, dtype=torch.uint8), channel[1], group=group)
-                self._senders[channel] = _Sender(channel, group, failure)
+                self._senders[channel] = _Sender(channel, group, failure, channel[1])
             elif rank == channel[1]:
                 dist.recv(torch.zeros(1, dtype=torch.uint8), channel[0], group=group)
-                self._receivers[channel] = _Receiver(channel, group, failure)
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def _threads(self) -> list[_Sender | _Receiver]:
-        return [*self._senders.values(), *self._receivers.values()]
+                self._receivers[channel] = _Receiver(channel, group, failure, channel[0])
+        for helper in (*self._senders.values(), *self._receivers.values()):
+            helper.start()
 
     def post(self, expected: Sequence[Expected]) -> None:
         """Start receiving the announced messages."""
         for message in expected:
-            self._receivers[message.channel].announced.put(message)
+            self._receivers[message.channel].tasks.put(message)
 
     def send(self, channel: Channel, key: Key, payload: Payload, metas: Sequence[TensorMeta]) -> None:
         """Pack the tensors now, so that the caller may change them, and send them in the background."""
-        self._senders[channel].outgoing.put((_tag(key), pack(key, payload, metas)))
+        self._senders[channel].tasks.put((_tag(key), pack(key, payload, metas)))
 
     def receive(self, channel: Channel, key: Key, what: str) -> Payload:
         """Wait for the next message of the channel and unpack it."""
@@ -109,20 +120,21 @@ class DistributedTransport:
         return unpack(key, buffer, expected.metas)
 
     def close(self) -> None:
-        """Let every helper finish what it has and end; one that hangs in a broken connection is left behind."""
-        for sender in self._senders.values():
-            sender.outgoing.put(None)
-        for receiver in self._receivers.values():
-            receiver.announced.put(None)
-        if self._failure.cause is None:
-            for thread in self._threads:
-                thread.join(timeout=_JOIN_SECONDS)
+        """Let every helper finish what it has and end, and destroy the groups."""
+        helpers: list[_Helper] = [*self._senders.values(), *self._receivers.values()]
+        self._senders, self._receivers = {}, {}
+        for helper in helpers:
+            helper.tasks.put(None)
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while helpers and time.monotonic() < deadline:
+            for helper in list(helpers):
+                helper.join(timeout=_JOIN_SECONDS)
+                if not helper.is_alive():
+                    dist.destroy_process_group(helper.group)
+                    del helper.group
+                    helpers.remove(helper)
 
 
 def _tag(key: Key) -> int:
     """A tag that gloo accepts (31 bits); unique within a channel and step."""
     return (key.stage << 16 | (key.microbatch + 1)) & 0x7FFFFFFF
-
-
-def _broken(failure: Failure, peer: int, text: str) -> None:
-    resolve_cause(failure, Cause(peer, f"the connection broke; {text}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -85,6 +86,8 @@ class Engine:
         if not local:
             _drop_unowned(model, set(map(id, self.owned.values())))
         self._crew = Crew(self.executors, world.failure)
+        # also at interpreter exit: a helper thread that is still in a blocking call then would abort the process
+        self._finalizer = weakref.finalize(self, _close, self._crew, self._transports, world)
 
     def run(self, job: Job) -> tuple[list[Result], Timeline]:
         """Run a job on this process's ranks; returns their results and the measured timeline of these ranks.
@@ -98,11 +101,7 @@ class Engine:
 
     def close(self) -> None:
         """End threads and connections; may be called more than once."""
-        self._crew.close()
-        for transport in self._transports:
-            transport.close()
-        self._transports = []
-        self.world.close()
+        self._finalizer()
 
     def _refuse_unsafe(self, program: Program) -> None:
         """Two replicas of a stage cannot share what its modules keep for themselves, but for batch norm's statistics."""
@@ -120,6 +119,14 @@ class Engine:
                 f"buffer {name!r} is written in forward outside batch norm, which a schedule with two copies of each stage "
                 'cannot keep consistent; use schedule="1f1b"'
             )
+
+
+def _close(crew: Crew, transports: list[Transport], world: World) -> None:
+    world.part()
+    crew.close()
+    for transport in transports:
+        transport.close()
+    world.close()
 
 
 def _written_buffers(program: Program) -> set[str]:

@@ -47,6 +47,9 @@ class World(Protocol):
     def gather_objects(self, value: Any) -> list[Any]:
         """Return every process's object (pickled on the way), by process, on all processes."""
 
+    def part(self) -> None:
+        """Wait, with a bound, until every process is about to close; nothing after a failure."""
+
     def close(self) -> None:
         """Release threads and connections; may be called more than once."""
 
@@ -67,6 +70,9 @@ class LocalWorld:
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the only process's value."""
         return [value]
+
+    def part(self) -> None:
+        """Nobody to wait for."""
 
     def close(self) -> None:
         """Nothing to release."""
@@ -120,21 +126,24 @@ class DistributedWorld:
         result: list[Any] = self._run(call)
         return result
 
-    def close(self) -> None:
-        """End the helper threads and leave the groups this object made.
+    def part(self) -> None:
+        """Wait until all ranks are here: one that left early would take the failure store, or a message in flight, from them."""
+        if self._thread is not None:
+            with contextlib.suppress(PipelineError):
+                self._run(lambda: dist.barrier(group=self._group), _PARTING_SECONDS)
 
-        The ranks part together: one that left early would take the failure store, or a message in flight, from the others.
-        """
+    def close(self) -> None:
+        """End the helper threads and leave the groups this object made."""
         if self._thread is None:
             return
         thread, self._thread = self._thread, None
-        with contextlib.suppress(PipelineError):
-            self._run(lambda: dist.barrier(group=self._group), _PARTING_SECONDS)
-        self._calls.put(None)
-        if self.failure.cause is None:
-            thread.join(timeout=_GRACE_SECONDS)
-        elif self.process == 0:
+        if self.failure.cause is not None and self.process == 0:
             time.sleep(_GRACE_SECONDS / 2)  # the others learn the cause from the store that ends with this rank
+        self._calls.put(None)
+        thread.join(timeout=_GRACE_SECONDS)
+        if not thread.is_alive() and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        del self._group
         assert isinstance(self.failure, _SharedFailure)
         self.failure.stop()
         self._leave()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import random as python_random
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
@@ -23,6 +23,7 @@ import torch
 
 from fxchimera_passes._torch import TorchDispatchMode
 from fxchimera_passes.captured import RandomKey
+from fxchimera_passes.recompute import Replacement, Replay
 
 __all__ = ["HOST_ORDINAL", "is_random", "keyed_random", "microbatch_randomness", "seed_of"]
 
@@ -32,6 +33,7 @@ HOST_ORDINAL = -1
 # One lock for the process: torch's, Python's and numpy's global generators are the process's own.
 _GENERATORS = threading.RLock()
 _MICROBATCH: ContextVar[tuple[int, int, int] | None] = ContextVar("fxchimera_microbatch", default=None)
+_ACTIVE: ContextVar[KeyedMode | None] = ContextVar("fxchimera_keyed", default=None)
 _PROBABILITIES = ("dropout_p", "dropout", "p")
 _SWITCHES = ("train", "training")
 
@@ -85,11 +87,21 @@ def is_random(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 class KeyedMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs each random operation on a generator seeded from its key."""
+    """Runs each random operation on a generator seeded from its key, ``keys[done]`` next."""
 
     def __init__(self, where: tuple[int, int, int], keys: tuple[RandomKey, ...], done: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.where, self.keys, self.done = where, keys, done
+
+    def __enter__(self) -> KeyedMode:
+        _CHECKPOINTS.hold()
+        self.token = _ACTIVE.set(self)
+        return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        _ACTIVE.reset(self.token)
+        _CHECKPOINTS.release()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Pass everything on, random operations under their key."""
@@ -108,6 +120,18 @@ class KeyedMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return function(*args, **kwargs)
             finally:
                 generator.set_state(state)
+
+
+def _replayed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch's checkpoint is to run in place of ``function``: in the backward it draws what it draws now."""
+    mode = _ACTIVE.get()
+    if mode is None:
+        return function
+    where, keys, done = mode.where, mode.keys, mode.done
+    return Replay(function, lambda: _ACTIVE.get() is not None, lambda: KeyedMode(where, keys, done))
+
+
+_CHECKPOINTS = Replacement(_replayed)
 
 
 def _key(keys: tuple[RandomKey, ...], place: int) -> RandomKey:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 
 from fxchimera_passes.captured import RandomKey
 from fxchimera_passes.keyed import HOST_ORDINAL, is_random, keyed_random, microbatch_randomness, seed_of
@@ -122,6 +123,28 @@ def test_attention_without_dropout_does_not_count():
     assert not is_random(torch.ops.aten.native_dropout.default, (q, 0.5, False), {})
     assert is_random(torch.ops.aten.native_dropout.default, (q, 0.5, True), {})
     assert not is_random(torch.ops.aten.add.Tensor, (q, q), {})
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_repeats_the_masks_of_the_forward(reentrant):
+    layers = torch.nn.ModuleList(
+        torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Tanh()) for _ in range(3)
+    )
+    keys = tuple(RandomKey(f"{i}.1", 0, 0) for i in range(3))
+    gradients = []
+    original = torch.utils.checkpoint.CheckpointFunction
+    for again in (False, True):
+        layers.zero_grad()
+        x = torch.ones(4, 8, requires_grad=True)
+        with microbatch_randomness(1, 1, 1), keyed_random(keys):
+            h = x
+            for layer in layers:
+                h = torch.utils.checkpoint.checkpoint(layer, h, use_reentrant=reentrant) if again else layer(h)
+        torch.rand(3)  # the user's stream moves on
+        h.sum().backward()
+        gradients.append([x.grad, *(p.grad for p in layers.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert torch.utils.checkpoint.CheckpointFunction is original
 
 
 def test_a_scope_sets_and_restores_its_surroundings():

@@ -152,7 +152,7 @@ def test_pinned_nodes_stay_together():
     costs = analytic(captured)
     plan = make_plan(captured, costs, 3)
     assert [stage.nodes for stage in plan.stages] == [("_0",), ("_1", "_2"), ("_3",)]
-    with pytest.raises(PartitionError, match="cannot be cut where '2' begins.*'_1' to '_2'"):
+    with pytest.raises(PartitionError, match=r"cannot be cut where '2' begins.*'_1' to '_2'"):
         make_plan(captured, costs, 2, split_points=["2"])
     with pytest.raises(PartitionError, match="at most 3"):
         make_plan(captured, costs, 4)

@@ -1,0 +1,13 @@
+"""Settings for all tests.  No torch is imported here: the tests of the pure parts run without it."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+# Bitwise comparisons need equal thread counts, in this process and in those it starts; read when torch is first imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("shared-machine", deadline=None, print_blob=True)
+settings.load_profile("shared-machine")
