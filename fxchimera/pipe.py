@@ -14,7 +14,7 @@ from fxchimera.errors import FxChimeraError
 from fxchimera.planner.table import Plan, costs_of
 from fxchimera.runtime.agreement import agree, agree_on_batch
 from fxchimera.runtime.engine import Engine, Orders
-from fxchimera.runtime.executor import Job, Result
+from fxchimera.runtime.executor import Job
 from fxchimera.runtime.loss import LossFn, LossWeight, weights_of
 from fxchimera.runtime.losscheck import check_loss
 from fxchimera.runtime.microbatch import Batch, ChunkSpecs, describe_batch, digest, divide, merge
@@ -88,16 +88,16 @@ class Pipeline:
         job = self._prepare(
             _STEP, args, kwargs, target, order=order, loss_scale=float(loss_scale), synchronised=self._synchronise, wants_loss=True
         )
-        results = self._run(job)
+        loss = self._train(job)
         self._pending = () if self._synchronise else job.pending_steps
         self._step += 1
-        return gather_loss(self._world, results, job.weights)
+        return loss
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward only, without gradients, in the model's current mode; returns the merged output on every rank."""
         with torch.no_grad():
             job = self._prepare(_FORWARD, args, kwargs, None, order=self._orders.forward, train=False, wants_outputs=True)
-            results = self._run(job)
+            results, _ = self._engine.run(job)
             outputs = gather_outputs(self._world, results)
         return merge(outputs, [microbatch.rows for microbatch in job.batch.microbatches])
 
@@ -109,7 +109,8 @@ class Pipeline:
             with torch.no_grad():
                 order = self._orders.forward
                 job = self._prepare(_EVALUATE, args, kwargs, target, order=order, train=False, wants_loss=True)
-                return gather_loss(self._world, self._run(job), job.weights)
+                results, _ = self._engine.run(job)
+                return gather_loss(self._world, results, job.weights)
         finally:
             for module, training in modes:
                 module.training = training
@@ -190,7 +191,7 @@ class Pipeline:
         try:
             for parameter in self.parameters():
                 parameter.grad = None
-            loss = gather_loss(self._world, self._run(job), job.weights)
+            loss = self._train(job)
             own = {name: parameter.grad for name, parameter in self.named_parameters()}
         finally:
             for name, parameter in self.named_parameters():
@@ -261,11 +262,16 @@ class Pipeline:
                 check_loss(program.captured, microbatch.target, self._loss_fn)
                 self._loss_checked.add(key)
 
-    def _run(self, job: Job) -> list[Result]:
-        results, timeline = self._engine.run(job)
-        if job.train:
-            self._timeline = timeline
-        return results
+    def _train(self, job: Job) -> torch.Tensor:
+        """Run a step; gradients change only when every rank has come to its end."""
+        try:
+            results, self._timeline = self._engine.run(job)
+            loss = gather_loss(self._world, results, job.weights)
+        except BaseException:
+            self._engine.abandon()
+            raise
+        self._engine.commit(job)
+        return loss
 
     def _timelines(self) -> tuple[Timeline, ...]:
         predicted = simulate(self._orders.step, self._costs)

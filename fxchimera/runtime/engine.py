@@ -99,6 +99,16 @@ class Engine:
         events = sorted((e for result in results for e in result.events), key=lambda e: (e.start, e.rank, e.end))
         return results, Timeline(f"{job.order.name} (measured)", self.placement, tuple(events))
 
+    def commit(self, job: Job) -> None:
+        """Give the owned parameters the gradients of a job that every rank has ended well."""
+        for executor in self.executors:
+            executor.exchange.commit(synchronised=job.synchronised)
+
+    def abandon(self) -> None:
+        """Give the owned parameters back the gradients that they had before a job that failed."""
+        for executor in self.executors:
+            executor.exchange.abandon()
+
     def close(self) -> None:
         """End threads and connections; may be called more than once."""
         self._finalizer()

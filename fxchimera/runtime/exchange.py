@@ -85,7 +85,7 @@ class Exchange:
         moments.update({(step, microbatch): deltas for microbatch, deltas in replica.deltas.items()})
         replica.deltas.clear()
 
-    def finish(self, *, synchronised: bool) -> None:
+    def commit(self, *, synchronised: bool) -> None:
         """Put gradients back on the owned parameters: the sum of all replicas added to what was there, if ``synchronised``."""
         for name, parameter in self.owned.items():
             total = self._sums[name].total() if synchronised and name in self._sums else None
@@ -145,7 +145,7 @@ class Exchange:
     def gradient_metas(self, stage: int, mirror: int, owner: int, moments: Sequence[_Moment]) -> tuple[TensorMeta, ...]:
         """Meta data of the gradients along an edge; ``moments`` are the micro-batches whose statistics travel too."""
         link = self._link(stage, mirror, owner)
-        metas = [self._meta(name) for name in link.parameters]
+        metas = [self._meta(name) for name in self._trainable(link)]
         if link.buffers:
             for layer in self._replicas_of(stage)[0].norms:
                 statistic = layer.module.running_mean
@@ -158,7 +158,7 @@ class Exchange:
         """What this rank, as mirror, sends to an owner."""
         link = self._link(stage, self._rank, owner)
         pending = self._pending.get(link.use, {})
-        payload: Payload = [pending[name].total() if name in pending else None for name in link.parameters]
+        payload: Payload = [pending[name].total() if name in pending else None for name in self._trainable(link)]
         if link.buffers:
             for layer in self._replicas[link.use].norms:
                 for moment in moments if layer.writes else ():
@@ -170,9 +170,10 @@ class Exchange:
     def add_gradients(self, stage: int, mirror: int, payload: Payload, moments: Sequence[_Moment]) -> None:
         """Take a mirror's gradients and statistics into this owner's sums."""
         link = self._link(stage, mirror, self._rank)
-        for name, gradient in zip(link.parameters, payload, strict=False):
+        trainable = self._trainable(link)
+        for name, gradient in zip(trainable, payload, strict=False):
             self._sums.setdefault(name, GradientSum()).add(link.use, gradient)
-        rest = payload[len(link.parameters) :]
+        rest = payload[len(trainable) :]
         names = [layer.name for layer in self._replicas[0, stage].norms if layer.writes] if rest else []
         for i, (name, moment) in enumerate((name, moment) for name in names for moment in moments):
             mean, var, calls = rest[3 * i : 3 * i + 3]
@@ -199,6 +200,13 @@ class Exchange:
         names = tuple(name for name in plan.stages[stage].parameters if pipes[0][plan.owner[name]] == owner)
         buffers = plan.stages[stage].buffers if pipe and pipes[0][stage] == owner else ()
         return _Link((pipe, stage), names, buffers)
+
+    def _trainable(self, link: _Link) -> list[str]:
+        """The link's parameters that get gradients; frozen ones send none."""
+        return [name for name in link.parameters if self._parameter(name).requires_grad]
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        return next(replica.parameters[name] for replica in self._replicas.values() if name in replica.parameters)
 
     def _replicas_of(self, stage: int) -> list[Replica]:
         return [replica for (_, held), replica in sorted(self._replicas.items()) if held == stage]

@@ -86,7 +86,7 @@ class Executor:
         self._failure = failure
 
     def run(self, job: Job) -> Result:
-        """Run this rank's actions of ``job.order``.
+        """Run this rank's actions of ``job.order``; the gradients wait in the exchange for its ``commit`` or ``abandon``.
 
         Raises:
             PipelineError: An action failed here or on another rank; the message names the first cause.
@@ -99,10 +99,8 @@ class Executor:
                 run.act(action)
             run.finish()
         except Exception as error:
-            self.exchange.abandon()
             raise self._blame(error, run) from error
         except BaseException as interruption:  # Ctrl-C stays what it is, but the other ranks hear of it
-            self.exchange.abandon()
             self._blame(interruption, run)
             raise
         return run.result
@@ -166,11 +164,9 @@ class _Run:
             raise FxChimeraError(f"{action}: split backwards (I, W) are not run yet; use a schedule with full backwards (B)")
 
     def finish(self) -> None:
-        """Take what is still to come, and put the gradients on the owned parameters."""
+        """Take what is still to come."""
         for stage in list(self._refreshes):
             self._refresh(stage)
-        if not self._job.train:
-            return
         for action in self._actions:
             if action.kind is Kind.RECV_G:
                 self.position = self._describe(action)
@@ -178,7 +174,6 @@ class _Run:
                 with self._timed(action):
                     payload = self._receive(action)
                 self._exchange.add_gradients(action.stage, action.peer, payload, self._moments(action.stage, action.peer))
-        self._exchange.finish(synchronised=self._job.synchronised)
 
     # ------------------------------------------------------------------ computes
 

@@ -6,6 +6,7 @@ computation, and the recorder needs all three.  Every such use is in this file, 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -42,6 +43,7 @@ __all__ = [
     "makes_view",
     "new_fake_mode",
     "override_tables",
+    "quiet",
     "real_values",
     "storage_key",
     "tensor_tables",
@@ -168,6 +170,17 @@ def compiled(module: nn.Module) -> bool:
 def uncompiled() -> AbstractContextManager[Any]:
     """Run compiled functions and modules eagerly; does not load the compiler when nobody has."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the log of operators that fail on fake tensors: the recorder tries them again on real ones."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def call_uncompiled(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

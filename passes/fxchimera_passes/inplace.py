@@ -10,11 +10,31 @@ import operator
 
 from torch import fx, nn
 
+from fxchimera_passes.capture.targets import after
+
 __all__ = ["may_alias", "written"]
 
 
 def written(node: fx.Node, model: nn.Module) -> tuple[fx.Node, ...]:
-    """The input nodes that ``node`` may write into (torch's naming rule: one trailing underscore, ``out=``, item assignment)."""
+    """The input nodes that ``node`` may write into.
+
+    The recording orders readers behind a write with ``after`` nodes, except where the writer returns its argument; for those,
+    torch's naming rule decides (one trailing underscore, ``out=``, item assignment, ``inplace=True``).
+    """
+    ordered = [user.args[0] for user in node.users if user.target is after and user.args[1] is node]
+    return tuple(dict.fromkeys((*(old for old in ordered if isinstance(old, fx.Node)), *_by_name(node, model))))
+
+
+def may_alias(node: fx.Node, model: nn.Module) -> bool:
+    """Whether the value of ``node`` may share memory with one of its inputs; torch's own layers with weights never do."""
+    if node.op != "call_module":
+        return node.op in ("call_function", "call_method")
+    module = model.get_submodule(str(node.target))
+    own = type(module).__module__.startswith("torch.nn.modules") and next(module.parameters(recurse=False), None) is not None
+    return not own
+
+
+def _by_name(node: fx.Node, model: nn.Module) -> tuple[fx.Node, ...]:
     out = node.kwargs.get("out")
     if isinstance(out, fx.Node):
         return (out,)
@@ -30,15 +50,6 @@ def written(node: fx.Node, model: nn.Module) -> tuple[fx.Node, ...]:
     if node.op == "call_function" and _functional(node) and any(argument is True for argument in node.args[1:]):
         return tuple(n for n in node.args[:1] if isinstance(n, fx.Node))
     return ()
-
-
-def may_alias(node: fx.Node, model: nn.Module) -> bool:
-    """Whether the value of ``node`` may share memory with one of its inputs; torch's own layers with weights never do."""
-    if node.op != "call_module":
-        return node.op in ("call_function", "call_method")
-    module = model.get_submodule(str(node.target))
-    own = type(module).__module__.startswith("torch.nn.modules") and next(module.parameters(recurse=False), None) is not None
-    return not own
 
 
 def _functional(node: fx.Node) -> bool:

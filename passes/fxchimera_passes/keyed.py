@@ -13,7 +13,7 @@ import hashlib
 import random as python_random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
@@ -48,7 +48,7 @@ def microbatch_randomness(seed: int, step: int, microbatch: int) -> Iterator[Non
         _MICROBATCH.reset(token)
 
 
-def keyed_random(keys: Sequence[RandomKey]) -> Any:
+def keyed_random(keys: Sequence[RandomKey]) -> AbstractContextManager[object]:
     """A context in which the i-th random aten operation draws from ``keys[i]``; does nothing outside a named micro-batch.
 
     Operations beyond the list continue the last key's ordinals.  A key with ``HOST_ORDINAL`` seeds Python's and numpy's global

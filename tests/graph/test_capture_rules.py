@@ -293,9 +293,7 @@ def test_a_branch_on_parameters_or_chance_at_the_root_is_refused(read):
                 return x
             return -x
 
-    with pytest.raises(
-        CaptureError, match=r"rules\.py:\d+: (bool|item)\(\) reads a value that depends on .*submodule"
-    ):
+    with pytest.raises(CaptureError, match=r"rules\.py:\d+: (bool|item)\(\) reads a value that depends on .*submodule"):
         capture(build(Model), (data(),), {})
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
@@ -81,8 +80,3 @@ def trace(model: nn.Module, *inputs: Tensor, pinned: tuple[tuple[int, int], ...]
         parameters={group[0]: tuple(group) for group in aliases.values()}, open_modules=frozenset({""}), guards=(),
         report=CaptureReport(),
     )  # fmt: skip
-
-
-def double(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast floating tensors to float64."""
-    return tuple(t.to(torch.float64) if t.is_floating_point() else t for t in tensors)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fxchimera_passes._torch import hooks_of, new_fake_mode, uncompiled
+from fxchimera_passes._torch import hooks_of, new_fake_mode, quiet, uncompiled
 from fxchimera_passes.capture.fakes import capture_device, fake_model
 from fxchimera_passes.capture.finish import finish
 from fxchimera_passes.capture.lines import line_of
@@ -105,6 +105,7 @@ class _Job:
             stack.enter_context(without_cache(model))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(uncompiled())
+            stack.enter_context(quiet())
             self.used = used
             yield
 
