@@ -184,6 +184,8 @@ class Pipeline:
 
         Gradients, buffers and the step count are as before afterwards.  Needs a host that holds the whole model.
         """
+        if self._pending:
+            raise FxChimeraError("verify() cannot run between a step under no_sync() and the step that exchanges its gradients")
         state = self.state_dict()
         grads = {name: parameter.grad for name, parameter in self.named_parameters()}
         buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]

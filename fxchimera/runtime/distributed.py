@@ -21,7 +21,7 @@ from fxchimera.errors import PipelineError
 from fxchimera.runtime.failure import Cause, Failure
 from fxchimera.runtime.message import Key, Payload, message_bytes, pack, unpack
 from fxchimera.runtime.transport import Channel, Expected
-from fxchimera.runtime.world import resolve_cause
+from fxchimera.runtime.world import destroy, resolve_cause
 from fxchimera_passes.captured import TensorMeta
 
 __all__ = ["DistributedTransport"]
@@ -130,7 +130,7 @@ class DistributedTransport:
             for helper in list(helpers):
                 helper.join(timeout=_JOIN_SECONDS)
                 if not helper.is_alive():
-                    dist.destroy_process_group(helper.group)
+                    destroy(helper.group)
                     del helper.group
                     helpers.remove(helper)
 

@@ -22,7 +22,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from fxchimera.errors import FxChimeraError, PipelineError
 from fxchimera.runtime.failure import Cause, Failure, Limits
 
-__all__ = ["DistributedWorld", "LocalWorld", "World", "make_world", "resolve_cause"]
+__all__ = ["DistributedWorld", "LocalWorld", "World", "destroy", "make_world", "resolve_cause"]
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 2.0  # how long a broken connection waits for the cause behind it
@@ -141,8 +141,8 @@ class DistributedWorld:
             time.sleep(_GRACE_SECONDS / 2)  # the others learn the cause from the store that ends with this rank
         self._calls.put(None)
         thread.join(timeout=_GRACE_SECONDS)
-        if not thread.is_alive() and dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        if not thread.is_alive():
+            destroy(self._group)
         del self._group
         assert isinstance(self.failure, _SharedFailure)
         self.failure.stop()
@@ -210,6 +210,12 @@ def make_world(num_ranks: int, limits: Limits) -> World:
     """Join the processes that torchrun (or the caller's own process group) has started, else make ranks of threads."""
     started = dist.is_available() and (dist.is_initialized() or ("RANK" in os.environ and "WORLD_SIZE" in os.environ))
     return DistributedWorld(num_ranks, limits) if started else LocalWorld(num_ranks, limits)
+
+
+def destroy(group: dist.ProcessGroup) -> None:
+    """Destroy a group and close its connections, unless the user has destroyed all groups already."""
+    with contextlib.suppress(ValueError, AssertionError):
+        dist.destroy_process_group(group)
 
 
 def resolve_cause(failure: Failure, cause: Cause) -> Cause:
