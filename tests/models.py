@@ -56,9 +56,11 @@ def tokens(generator: torch.Generator, batch: int, length: int = LENGTH) -> Tens
 
 
 def padding(batch: int, length: int = LENGTH) -> Tensor:
-    """An attention mask whose row i has i % 3 padded positions at its end (at least one row is padded when batch > 1)."""
-    lengths = length - torch.arange(batch) % 3
-    lengths[0] = length - 2
+    """An attention mask whose row i has 1 + i % 3 padded positions at its end.
+
+    Every row has one: transformers leaves a mask of ones out, and a single row is a micro-batch too.
+    """
+    lengths = length - 1 - torch.arange(batch) % 3
     return (torch.arange(length) < lengths[:, None]).long()
 
 

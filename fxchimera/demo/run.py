@@ -39,7 +39,7 @@ class Options:
     stages: int = 4
     microbatches: int = 8
     schedule: str = "chimera"
-    steps: int = 300
+    steps: int = 400
     layers: int = 4
     width: int = 128
     seq: int = 64

@@ -43,6 +43,7 @@ def clone_modules(root: nn.Module, model: nn.Module, names: Iterable[str], memo:
     for name in sorted(names):
         original = model.get_submodule(name)
         _share_hooks(original, memo)
+        _share_configurations(original, memo)
         try:
             clone = copy.deepcopy(original, memo)
         except Exception as error:
@@ -77,3 +78,11 @@ def _share_hooks(module: nn.Module, memo: dict[int, Any]) -> None:
             for hook in (getattr(child, table, None) or {}).values():
                 if id(getattr(hook, "__self__", None)) not in inside:
                     memo[id(hook)] = hook
+
+
+def _share_configurations(module: nn.Module, memo: dict[int, Any]) -> None:
+    """A configuration object (the ``config`` of transformers' modules) stays one for all copies, so a later change reaches all."""
+    for child in module.modules():
+        config = getattr(child, "config", None)
+        if type(config).__name__.endswith("Config"):
+            memo[id(config)] = config

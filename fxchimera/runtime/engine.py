@@ -25,6 +25,7 @@ from fxchimera.schedule.lower import lower
 from fxchimera.schedule.order import Order
 from fxchimera.schedule.profile import Costs
 from fxchimera.schedule.timeline import Timeline
+from fxchimera_passes.capture.state import without_cache
 from fxchimera_passes.captured import info
 from fxchimera_passes.plan import StagePlan
 
@@ -66,6 +67,7 @@ class Engine:
     def __init__(self, model: nn.Module, program: Program, orders: Orders, world: World) -> None:
         self.orders = orders
         self.world = world
+        self._model = model
         self.placement = orders.step.placement
         self._refuse_unsafe(program)
         local = isinstance(world, LocalWorld)
@@ -95,7 +97,8 @@ class Engine:
         Raises:
             PipelineError: A rank failed.
         """
-        results = self._crew.run(job)
+        with without_cache(self._model):  # as in the recording; closed modules read their configuration in every forward
+            results = self._crew.run(job)
         events = sorted((e for result in results for e in result.events), key=lambda e: (e.start, e.rank, e.end))
         return results, Timeline(f"{job.order.name} (measured)", self.placement, tuple(events))
 

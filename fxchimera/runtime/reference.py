@@ -21,6 +21,7 @@ from fxchimera.runtime.loss import LossFn, loss_of, total_loss
 from fxchimera.runtime.microbatch import Batch, MicroBatch
 from fxchimera.runtime.program import Program
 from fxchimera.schedule.placement import Placement
+from fxchimera_passes.capture.state import without_cache
 from fxchimera_passes.captured import info
 from fxchimera_passes.keyed import keyed_random, microbatch_randomness
 from fxchimera_passes.plan import StagePlan
@@ -72,12 +73,13 @@ def run_reference(
     sums = {name: GradientSum() for name in names}
     losses: dict[int, torch.Tensor] = {}
     try:
-        for pipe in range(len(placement.pipes)):
-            uses = _Uses(model, programs[0].plan, names)
-            for microbatch in placement.microbatches(pipe):
-                with uses.installed(programs[microbatch]):
-                    losses[microbatch] = _one(model, microbatch, task)
-            uses.collect(pipe, sums)
+        with without_cache(model):  # as in the recording: a cache returns keys and values in another layout, which rounds otherwise
+            for pipe in range(len(placement.pipes)):
+                uses = _Uses(model, programs[0].plan, names)
+                for microbatch in placement.microbatches(pipe):
+                    with uses.installed(programs[microbatch]):
+                        losses[microbatch] = _one(model, microbatch, task)
+                uses.collect(pipe, sums)
     finally:
         for name, parameter in names.items():
             parameter.grad = earlier[name]

@@ -101,18 +101,17 @@ def cut(
     caps: Sequence[float] | None = None,
     slack: float = 0.0,
 ) -> Cut:
-    """Cut ``costs`` into ``parts`` non-empty runs with the least possible heaviest run, then with the least crossing bytes.
+    """Cut ``costs`` into non-empty runs with the least possible heaviest run, then with the least crossing bytes.
 
     Args:
         costs: one non-negative number per item, in any unit.
         parts: how many runs, at least 1.
         allowed: positions (1 to n-1, ascending) where a cut may fall; all of them when None.
-        crossing: n+1 numbers, what a cut at each position sends (bytes); among the cuts whose heaviest run is within ``slack`` of
-            the optimum the one that sends least is taken, and of those the most even one.
+        crossing: n+1 numbers, the bytes that a cut at each position sends; the least sum within ``slack`` wins.
         counts: what each item holds of something that every run needs ``min_count`` of (parameters to own).
         min_count: see ``counts``.
-        sizes: bytes of each item, for ``caps``.
-        caps: the most bytes that each run may hold, ``parts`` numbers.
+        sizes: bytes of each item.
+        caps: the most bytes that each run may hold.
         slack: relative distance from the optimum that may be given up for fewer crossing bytes.
 
     Raises:

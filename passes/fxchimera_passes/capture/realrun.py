@@ -60,6 +60,8 @@ class _RealRun:
         counts = {}
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[]))
+            if self.device.type != "cpu":
+                stack.enter_context(torch.random.fork_rng(devices=[self.device], device_type=self.device.type))
             for inner in self.module.modules():
                 stack.enter_context(override_tables(inner, self.copy))
             counts = {key: version(copy) for key, (_, copy) in self.copies.items()}
