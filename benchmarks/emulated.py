@@ -22,6 +22,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,7 +38,8 @@ from fxchimera.schedule import Costs, lower, make_order, simulate
 ROWS = 4  # rows of a micro-batch
 OURS = ("1f1b", "chimera")
 
-Table = dict[str, dict[str, dict[str, float]]]
+Steps = dict[tuple[str, str], Callable[[], object]]  # (whose, schedule) -> one step of it on this rank
+Table = dict[str, dict[str, dict[str, float]]]  # whose -> schedule -> figure -> milliseconds
 
 
 def our_simulated_seconds(name: str, stages: int, microbatches: int, forward: float, backward: float) -> float:
@@ -45,12 +48,12 @@ def our_simulated_seconds(name: str, stages: int, microbatches: int, forward: fl
     return simulate(lower(order), Costs.uniform(stages, forward, backward)).makespan
 
 
-def make_ours(name: str, args: argparse.Namespace, batch: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
-    """Wrap a chain of sleeping stages by the one line; return a function that runs one step."""
+def make_ours(name: str, args: argparse.Namespace, batch: torch.Tensor) -> fxchimera.Pipeline:
+    """Wrap a chain of sleeping stages by the one line."""
     forward, backward = args.forward_ms / 1e3, args.backward_ms / 1e3
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(SleepingStage(batch.shape[1], forward, backward, first=i == 0) for i in range(args.stages)))
-    pipe = fxchimera.pipeline(
+    return fxchimera.pipeline(
         model,
         example_args=(batch,),
         loss_fn=squared_error,
@@ -58,10 +61,9 @@ def make_ours(name: str, args: argparse.Namespace, batch: torch.Tensor, target: 
         n_microbatches=args.microbatches,
         schedule=name,
     )
-    return lambda: pipe.step(batch, target=target)
 
 
-def make_steps(args: argparse.Namespace, rank: int) -> tuple[dict[tuple[str, str], Callable[[], object]], Table]:
+def make_steps(args: argparse.Namespace, rank: int, cleanup: ExitStack) -> tuple[Steps, Table]:
     """Build every schedule on this rank: the steps to time, and the table with the predicted figures filled in."""
     stages, microbatches = args.stages, args.microbatches
     forward, backward = args.forward_ms / 1e3, args.backward_ms / 1e3
@@ -69,10 +71,11 @@ def make_steps(args: argparse.Namespace, rank: int) -> tuple[dict[tuple[str, str
     generator = torch.Generator().manual_seed(0)
     batch = torch.randn(ROWS * microbatches, width, generator=generator)
     target = torch.randn(ROWS * microbatches, width, generator=generator)
-    steps: dict[tuple[str, str], Callable[[], object]] = {}
+    steps: Steps = {}
     table: Table = {"ours": {}, "torch": {}}
     for name in [n for n in OURS if n != "chimera" or stages % 2 == 0] if not args.only_torch else []:
-        steps["ours", name] = make_ours(name, args, batch, target)
+        pipe = cleanup.enter_context(make_ours(name, args, batch))
+        steps["ours", name] = partial(pipe.step, batch, target=target)
         table["ours"][name] = {"simulated_ms": 1e3 * our_simulated_seconds(name, stages, microbatches, forward, backward)}
     for name in PEERS:
         try:
@@ -97,7 +100,7 @@ def makespan_seconds(step: Callable[[], object]) -> float:
 
 
 def worker(rank: int, args: argparse.Namespace, port: int, result: str) -> None:
-    """Be one device: build every schedule, warm each up, then let them take turns."""
+    """Be one device: build every schedule, measure, and leave the table of rank 0 in the file ``result``."""
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     os.environ.update(
@@ -106,19 +109,25 @@ def worker(rank: int, args: argparse.Namespace, port: int, result: str) -> None:
     if args.realtime:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     dist.init_process_group("gloo")
-    steps, table = make_steps(args, rank)
+    with ExitStack() as cleanup:
+        steps, table = make_steps(args, rank, cleanup)
+        measure(steps, table, args.repeats)
+        if rank == 0:
+            Path(result).write_text(json.dumps(table))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(steps: Steps, table: Table, repeats: int) -> None:
+    """Warm every schedule up, let them take turns, and enter the medians into the table."""
     spans: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
     for step in steps.values():
         makespan_seconds(step)
-    for _ in range(args.repeats):
+    for _ in range(repeats):
         for key, step in steps.items():
             spans[key].append(makespan_seconds(step))
     for (whose, name), seconds in spans.items():
         table[whose][name]["measured_ms"] = 1e3 * statistics.median(seconds)
-    if rank == 0:
-        Path(result).write_text(json.dumps(table))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def run(args: argparse.Namespace) -> Table:

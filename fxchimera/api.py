@@ -5,6 +5,7 @@ It plans (capture, cost, cut, order) and joins the ranks; the object, :class:`Pi
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -85,7 +86,7 @@ def pipeline(
         specs = ChunkSpecs(args=args_chunk_spec, kwargs=kwargs_chunk_spec, target=target_chunk_spec)
         batch = divide(example_args, dict(example_kwargs or {}), None, n_microbatches, specs)
         programs = _plan(model, batch, order, split_points, cost, world)
-        chosen_seed = world.gather_objects(torch.initial_seed() if seed is None else seed)[0]
+        chosen_seed = world.spread(torch.initial_seed() if seed is None else seed)
         return Pipeline(model, programs, order, world, loss_fn=loss_fn, loss_weight=loss_weight, specs=specs, seed=chosen_seed)
     except BaseException as error:
         world.failure.report(Cause(world.process, f"pipeline() could not be made: {type(error).__name__}: {error}"))
@@ -152,9 +153,11 @@ def _plan(model: nn.Module, batch: Batch, order: Order, split_points: Sequence[s
     """Record the first micro-batch and cut the recording; with measured costs every rank uses rank 0's."""
     example = batch.microbatches[0]
     captured: Captured = capture(model, example.args, example.kwargs, num_stages=order.placement.num_stages)
+    for note in captured.report.notes:
+        warnings.warn(note, stacklevel=3)
     if cost == "measured":
         costs = measured(captured, example.args, example.kwargs)
-        costs = world.gather_objects(costs)[0] if world is not None else costs
+        costs = world.spread(costs) if world is not None else costs
     elif cost == "analytic":
         costs = analytic(captured)
     else:

@@ -281,7 +281,7 @@ class Pipeline:
         return (predicted,) if measured_ones is None else (predicted, measured_ones)
 
     def _compare(self, job: Job, state: dict[str, Any], loss: torch.Tensor, own: dict[str, torch.Tensor | None]) -> Verification:
-        gathered = self._world.gather_objects(own)
+        gathered = self._world.collect(own)
         result: Verification | None = None
         if self._world.process == 0:
             plain = plain_copy(self._model, self._names, state)
@@ -297,5 +297,5 @@ class Pipeline:
             )
             found = {name: gradient for part in gathered for name, gradient in part.items()}
             result = compare(job.programs[0].plan, found, expected.gradients, loss, expected.loss)
-        answer: Verification = self._world.gather_objects(result)[0]
+        answer: Verification = self._world.spread(result)
         return answer

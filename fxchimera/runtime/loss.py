@@ -66,7 +66,7 @@ def find_loss(output: Any) -> torch.Tensor:
     if len(losses) != 1:
         shapes = [tuple(tensor.shape) for tensor in flatten(output)[0]]
         raise FxChimeraError(
-            f"loss_fn is None, but the model returned {type(output).__name__} with tensors of shapes {shapes}, which is not "
+            f"loss_fn is None, but the model returned {_kind(output)} with tensors of shapes {shapes}, which is not "
             "one scalar loss; pass loss_fn=, or the labels that make the model return its loss"
         )
     loss: torch.Tensor = losses[0]
@@ -106,6 +106,10 @@ def total_loss(losses: Mapping[int, torch.Tensor], weights: tuple[float, ...], d
         if weights[microbatch]:  # a micro-batch without real tokens has a nan mean that must not count
             total = total + losses[microbatch].detach().to("cpu", torch.float64) * weights[microbatch]
     return total.to(dtype)
+
+
+def _kind(value: Any) -> str:
+    return "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
 def _is_scalar(value: Any) -> bool:

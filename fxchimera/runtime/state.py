@@ -41,7 +41,8 @@ def gather_state(model: nn.Module, owner: Mapping[str, int], world: World) -> di
         holder = owner.get(key, 0)
         value = own.get(key)
         if not isinstance(world, LocalWorld) and holder != 0:
-            value = world.gather_objects(value if world.process == holder else None)[holder]
+            values = world.collect(value if world.process == holder else None)
+            value = values[holder] if values else None
         if world.process == 0:
             gathered[key] = value
     return dict(gathered)
@@ -68,13 +69,13 @@ def load_state(model: nn.Module, state: Mapping[str, Any], owner: Mapping[str, i
             _check(model, state, strict=strict)
         except FxChimeraError as error:
             problem = str(error)
-    problem = world.gather_objects(problem)[0]
+    problem = world.spread(problem)
     if problem is not None:
         raise FxChimeraError(problem)
-    keys = world.gather_objects(list(state) if world.process == 0 else None)[0]
+    keys = world.spread(list(state))
     tensors = dict(model.state_dict(keep_vars=True))
     for key in keys:
-        value = world.gather_objects(state[key] if world.process == 0 else None)[0]
+        value = world.spread(state.get(key))
         target = tensors.get(key)
         if isinstance(target, torch.Tensor) and not target.is_meta:
             with torch.no_grad():

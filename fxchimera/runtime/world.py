@@ -47,6 +47,12 @@ class World(Protocol):
     def gather_objects(self, value: Any) -> list[Any]:
         """Return every process's object (pickled on the way), by process, on all processes."""
 
+    def collect(self, value: Any) -> list[Any]:
+        """Return every process's object, by process, on process 0, and [] elsewhere."""
+
+    def spread(self, value: Any) -> Any:
+        """Return process 0's object on all processes."""
+
     def part(self) -> None:
         """Wait, with a bound, until every process is about to close; nothing after a failure."""
 
@@ -70,6 +76,14 @@ class LocalWorld:
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the only process's value."""
         return [value]
+
+    def collect(self, value: Any) -> list[Any]:
+        """Return the only process's value."""
+        return [value]
+
+    def spread(self, value: Any) -> Any:
+        """Return the only process's value."""
+        return value
 
     def part(self) -> None:
         """Nobody to wait for."""
@@ -125,6 +139,27 @@ class DistributedWorld:
 
         result: list[Any] = self._run(call)
         return result
+
+    def collect(self, value: Any) -> list[Any]:
+        """Gather one object on rank 0 over gloo."""
+
+        def call() -> list[Any]:
+            gathered: list[Any] | None = [None] * self.num_processes if self.process == 0 else None
+            dist.gather_object(value, gathered, group=self._group, group_dst=0)
+            return gathered or []
+
+        result: list[Any] = self._run(call)
+        return result
+
+    def spread(self, value: Any) -> Any:
+        """Broadcast rank 0's object over gloo."""
+
+        def call() -> Any:
+            holder = [value if self.process == 0 else None]
+            dist.broadcast_object_list(holder, group=self._group, group_src=0)
+            return holder[0]
+
+        return self._run(call)
 
     def part(self) -> None:
         """Wait until all ranks are here: one that left early would take the failure store, or a message in flight, from them."""
