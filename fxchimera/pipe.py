@@ -12,7 +12,7 @@ from torch import nn
 
 from fxchimera.errors import FxChimeraError
 from fxchimera.planner.table import Plan, costs_of
-from fxchimera.runtime.agreement import agree, agree_on_batch
+from fxchimera.runtime.agreement import Call, agree, agree_on_batch
 from fxchimera.runtime.engine import Engine, Orders
 from fxchimera.runtime.executor import Job
 from fxchimera.runtime.loss import LossFn, LossWeight, weights_of
@@ -31,8 +31,6 @@ from fxchimera.schedule.timeline import Timeline
 from fxchimera.view.drawing import Drawing
 
 __all__ = ["Pipeline"]
-
-_STEP, _FORWARD, _EVALUATE = range(3)
 
 
 class Pipeline:
@@ -86,7 +84,14 @@ class Pipeline:
             raise FxChimeraError("step() was called under torch.no_grad(); call pipe(...) or pipe.evaluate(...) for forward only")
         order = self._orders.step if self._synchronise else self._orders.unsynchronised
         job = self._prepare(
-            _STEP, args, kwargs, target, order=order, loss_scale=float(loss_scale), synchronised=self._synchronise, wants_loss=True
+            Call.STEP,
+            args,
+            kwargs,
+            target,
+            order=order,
+            loss_scale=float(loss_scale),
+            synchronised=self._synchronise,
+            wants_loss=True,
         )
         loss = self._train(job)
         self._pending = () if self._synchronise else job.pending_steps
@@ -96,8 +101,9 @@ class Pipeline:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward only, without gradients, in the model's current mode; returns the merged output on every rank."""
         with torch.no_grad():
-            job = self._prepare(_FORWARD, args, kwargs, None, order=self._orders.forward, train=False, wants_outputs=True)
+            job = self._prepare(Call.FORWARD, args, kwargs, None, order=self._orders.forward, train=False, wants_outputs=True)
             results, _ = self._engine.run(job)
+            self._engine.share_statistics()
             outputs = gather_outputs(self._world, results)
         return merge(outputs, [microbatch.rows for microbatch in job.batch.microbatches])
 
@@ -108,7 +114,7 @@ class Pipeline:
         try:
             with torch.no_grad():
                 order = self._orders.forward
-                job = self._prepare(_EVALUATE, args, kwargs, target, order=order, train=False, wants_loss=True)
+                job = self._prepare(Call.EVALUATE, args, kwargs, target, order=order, train=False, wants_loss=True)
                 results, _ = self._engine.run(job)
                 return gather_loss(self._world, results, job.weights)
         finally:
@@ -189,7 +195,7 @@ class Pipeline:
         state = self.state_dict()
         grads = {name: parameter.grad for name, parameter in self.named_parameters()}
         buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
-        job = self._prepare(_STEP, args, kwargs, target, order=self._orders.step, wants_loss=True)
+        job = self._prepare(Call.STEP, args, kwargs, target, order=self._orders.step, wants_loss=True)
         try:
             for parameter in self.parameters():
                 parameter.grad = None
@@ -218,7 +224,7 @@ class Pipeline:
 
     def _prepare(
         self,
-        call: int,
+        call: Call,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         target: Any,
@@ -255,6 +261,8 @@ class Pipeline:
             return job, digest(batch), describe_batch(batch)
 
         self._world.failure.check()
+        if self._engine.closed:
+            raise FxChimeraError("this pipeline has been closed; wrap the model again to go on")
         return agree_on_batch(self._world, call, make)
 
     def _check_loss(self, programs: Sequence[Program], batch: Batch) -> None:

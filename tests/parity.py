@@ -93,7 +93,7 @@ def assert_close(found: Outcome, expected: Outcome, tolerance: float, loss_toler
     for name, wanted in expected.gradients.items():
         got = found.gradients[name]
         if wanted is None or got is None:
-            assert got is None and wanted is None, f"{name}: {got} instead of {wanted}"
+            assert got is wanted, f"{name}: {got} instead of {wanted}"
             continue
         assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype), name
         error = float((got.double() - wanted.double()).norm())

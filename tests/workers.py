@@ -21,7 +21,7 @@ from tests.models import MODELS, Example
 
 __all__ = [
     "Caught", "adopted_group", "call_differently", "differ_in_batch", "differ_in_model", "evaluate_between", "exercise_state",
-    "fail_in_hook", "forward", "no_sync", "train", "unowned_parameters", "verify", "wrong_world",
+    "fail_in_hook", "forward", "hang", "no_sync", "rank", "train", "unowned_parameters", "verify", "wrong_world",
 ]  # fmt: skip
 
 Caught = tuple[str, str, float]  # class, message, seconds until it came
@@ -30,6 +30,12 @@ Caught = tuple[str, str, float]  # class, message, seconds until it came
 def rank() -> int:
     """This process's rank; 0 when ranks are threads."""
     return int(os.environ.get("RANK", "0"))
+
+
+def hang() -> None:
+    """Rank 1 does not come back for a long time."""
+    if rank() == 1:
+        time.sleep(600.0)
 
 
 def caught(call: Callable[[], Any]) -> Caught:
@@ -62,7 +68,7 @@ def train(
 ) -> dict[str, Any]:
     """Three optimizer steps with clipping; returns losses, first gradients, norms and the full state (rank 0's).
 
-    With ``skew`` every process builds its weights from another seed, so that rank 0's must win.  ``state`` is loaded first.
+    With ``skew`` every process builds its weights from another seed.  ``state`` is loaded first.
     """
     example = MODELS[name](batch=2 * n + 1, dropout=dropout)
     if skew:
@@ -71,6 +77,8 @@ def train(
     with wrap(example, stages, n, schedule) as pipe:
         if state is not None:
             pipe.load_state_dict(state if rank() == 0 else {})
+        start = pipe.state_dict()
+        owner = {key: stage.index for stage in pipe.plan.stages for key in stage.owned}
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
         for number in range(3):
             losses.append(step(pipe, example))
@@ -80,7 +88,10 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
         final = pipe.state_dict()
-    return {"losses": losses, "norms": norms, "gradients": gradients, "state": final, "threads": threads()}
+    return {
+        "losses": losses, "norms": norms, "gradients": gradients, "state": final, "threads": threads(), "start": start,
+        "owner": owner,
+    }  # fmt: skip
 
 
 def forward(name: str, stages: int, n: int) -> tuple[Tensor, Tensor]:
@@ -225,8 +236,11 @@ def differ_in_model(kind: str) -> Caught:
 # ---------------------------------------------------------------------- groups
 
 
-def adopted_group() -> tuple[bool, list[str], float, bool]:
-    """With a process group of the user's: wrap, step, close twice; the group must still work, and be free for a second pipeline."""
+def adopted_group() -> tuple[bool, list[str], float, list[Caught]]:
+    """With a process group of the user's: twice wrap, step, close, close; then whether the group is there, threads, and a sum.
+
+    The closed pipeline is used once more, which must be refused.
+    """
     dist.init_process_group("gloo")
     try:
         for _ in range(2):
@@ -235,9 +249,10 @@ def adopted_group() -> tuple[bool, list[str], float, bool]:
             step(pipe, example)
             pipe.close()
             pipe.close()
+        refused = [caught(lambda: step(pipe, example)), caught(pipe.state_dict)]
         alive = dist.is_initialized()
         total = torch.ones(1)
         dist.all_reduce(total)
-        return alive, threads(), float(total), True
+        return alive, threads(), float(total), refused
     finally:
         dist.destroy_process_group()

@@ -100,6 +100,13 @@ print("loss", " ".join(f"{loss:.2f}" for loss in losses[::5]), f"{losses[-1]:.2f
 assert losses[-1] < 0.5 * losses[0]
 
 # %% [markdown]
+# Now the drawing has two parts: the step as predicted, and the last step as it ran. Here the ranks share few cores and the model is
+# tiny, so the second is ragged; on devices of their own they look alike.
+
+# %%
+pipe.draw()
+
+# %% [markdown]
 # `evaluate` is the loss in eval mode, without gradients; calling the pipeline gives the model's output.
 
 # %%

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
@@ -22,8 +23,8 @@ def make_gpt2(*, vocab_size: int, layers: int, width: int, seq: int, seed: int) 
         FxChimeraError: The width is not a multiple of an attention head's.
     """
     from transformers import GPT2Config, GPT2LMHeadModel
-    from transformers.utils import logging
 
+    logging: Any = importlib.import_module("transformers.utils.logging")  # its functions carry no types
     logging.set_verbosity_error()  # it warns of a config's own default, loss_type
     logging.disable_progress_bar()
     if width % _HEAD_WIDTH:

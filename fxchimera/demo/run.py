@@ -124,11 +124,12 @@ def _show_plan(demo: _Demo) -> None:
     """Show where the model was cut, and the steps that 1F1B and Chimera would make of these costs."""
     demo.printer.title("the plan")
     demo.printer.text(demo.pipe.plan)
+    demo.printer.text("(costs are counted flops and bytes at an accelerator's rates, so the cut is the same in every run)")
     costs = costs_of(demo.pipe.plan.stages)
     others = ["1f1b"] if demo.options.stages % 2 else ["1f1b", "chimera"]
     for schedule in dict.fromkeys([*others, demo.options.schedule]):
         order = lower(make_order(schedule, demo.options.stages, demo.options.microbatches))
-        demo.printer.title(f"one step of {schedule}, predicted from the plan's costs")
+        demo.printer.title(f"one step of {schedule}, predicted from these costs")
         demo.printer.text(Drawing((simulate(order, costs),)))
 
 
@@ -178,7 +179,8 @@ def _finish(demo: _Demo, result: Result) -> None:
     if weights:
         plain = options.model()
         plain.load_state_dict(weights)
-        tokens = sample(plain, demo.corpus.held_out[0, :8], length=options.seq, seed=options.seed)
+        prompt = torch.tensor(demo.corpus.tokenizer.encode("\n\nThe value of").ids)
+        tokens = sample(plain, prompt, length=options.seq, seed=options.seed)
         printer.text(f"the trained model writes: {' '.join(demo.corpus.tokenizer.decode(tokens.tolist()).split())}")
         if options.out is not None:
             write_curve(options.out, result.curve, summary)

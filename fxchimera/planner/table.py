@@ -16,7 +16,7 @@ __all__ = ["Plan", "costs_of", "readable_bytes"]
 _HEADER = ("stage", "ranks", "cost", "F ms", "B ms", "parameters", "sends", "what crosses to the next stage")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """The cut of a model into stages and where they run; prints as a table and renders in a notebook.
 
@@ -44,6 +44,8 @@ class Plan:
         widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([self._title(), lines[0], "-" * len(lines[0]), *lines[1:]])
+
+    __repr__ = __str__  # a shell shows the table, not the records behind it
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{html.escape(cell)}</th>" for cell in _HEADER)

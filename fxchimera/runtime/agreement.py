@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from enum import IntEnum
 from typing import TypeVar
 
 import torch
@@ -11,9 +12,17 @@ import torch
 from fxchimera.errors import BatchError, FxChimeraError
 from fxchimera.runtime.world import World
 
-__all__ = ["agree", "agree_on_batch"]
+__all__ = ["Call", "agree", "agree_on_batch"]
 
 _T = TypeVar("_T")
+
+
+class Call(IntEnum):
+    """What a rank is about to do with a batch."""
+
+    STEP = 0
+    FORWARD = 1
+    EVALUATE = 2
 
 
 def agree(world: World, what: str, text: str) -> None:
@@ -30,11 +39,10 @@ def agree(world: World, what: str, text: str) -> None:
         )
 
 
-def agree_on_batch(world: World, call: int, prepare: Callable[[], tuple[_T, int, str]]) -> _T:
+def agree_on_batch(world: World, call: Call, prepare: Callable[[], tuple[_T, int, str]]) -> _T:
     """Collective: prepare a batch on every rank, and go on only if it is the same on all.
 
-    ``prepare`` returns the prepared value, a digest of what must agree, and a description for the error; ``call`` numbers the
-    kind of call (step, forward, evaluate).
+    ``prepare`` returns the prepared value, a digest of what must agree, and a description for the error.
 
     Raises:
         BatchError: Another rank refused its batch, makes another call, or has another batch.
@@ -62,7 +70,7 @@ def _disagreement(words: list[list[int]], descriptions: list[str]) -> str:
     if refused:
         return f"rank {refused[0]} refused its batch: {descriptions[refused[0]]}"
     if len({call for call, _, _ in words}) > 1:
-        calls = ", ".join(f"rank {rank}: {descriptions[rank]}" for rank in range(len(words)))
-        return f"the ranks make different calls: {calls}"
+        calls = ", ".join(f"rank {rank} {Call(call).name.lower()}" for rank, (call, _, _) in enumerate(words))
+        return f"the ranks make different calls: {calls}; every rank must make the same calls in the same order"
     listing = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(descriptions))
     return f"the ranks of a pipeline must pass the same batch, but passed {listing}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from fxchimera.runtime.context import CallerContext
@@ -44,6 +46,7 @@ class Crew:
                 outcomes[rank] = outcome
         except BaseException as interruption:  # Ctrl-C reaches the caller's thread only
             self._failure.report(Cause(-1, f"the caller was interrupted: {type(interruption).__name__}"))
+            self._settle(answers, len(self._workers) - len(outcomes))
             raise
         self._raise_first(outcomes)
         return [outcome for _, outcome in sorted(outcomes.items()) if isinstance(outcome, Result)]
@@ -56,6 +59,14 @@ class Crew:
             worker.join(timeout=_JOIN_SECONDS)
         self._workers = []
         self._executors = []
+
+    @staticmethod
+    def _settle(answers: queue.SimpleQueue[tuple[int, Result | BaseException]], missing: int) -> None:
+        """Wait until the ranks have left their present actions: nobody may write gradients while the caller restores them."""
+        deadline = time.monotonic() + _JOIN_SECONDS
+        with contextlib.suppress(queue.Empty):
+            for _ in range(missing):
+                answers.get(timeout=max(deadline - time.monotonic(), 0.0))
 
     def _raise_first(self, outcomes: dict[int, Result | BaseException]) -> None:
         errors = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, BaseException)}

@@ -31,6 +31,8 @@ from fxchimera_passes.plan import StagePlan
 
 __all__ = ["Engine", "Orders"]
 
+_REBUILT = {"_flat_weights", "_flat_weight_refs"}  # a recurrent layer's list of its own parameters, made anew when they change
+
 
 @dataclass(frozen=True, slots=True)
 class Orders:
@@ -107,10 +109,25 @@ class Engine:
         for executor in self.executors:
             executor.exchange.commit(synchronised=job.synchronised)
 
+    def share_statistics(self) -> None:
+        """Collective, after a forward-only call: the owners' batch-norm layers take over what both replicas have seen."""
+        norms = [module for module in self._model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+        if len(self.placement.pipes) < 2 or not any(norm.training for norm in norms):
+            return
+        noted = {use: moments for e in self.executors for use, moments in e.exchange.take_statistics().items()}
+        everything = {use: moments for process in self.world.gather_objects(noted) for use, moments in process.items()}
+        for executor in self.executors:
+            executor.exchange.apply_statistics(dict(everything))
+
     def abandon(self) -> None:
         """Give the owned parameters back the gradients that they had before a job that failed."""
         for executor in self.executors:
             executor.exchange.abandon()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the ranks have been ended."""
+        return not self._finalizer.alive
 
     def close(self) -> None:
         """End threads and connections; may be called more than once."""
@@ -121,10 +138,13 @@ class Engine:
         if len(self.placement.pipes) < 2:
             return
         report = program.captured.report
-        for name, attributes in report.stateful.items():
+        for name, changed in report.stateful.items():
+            attributes = sorted(set(changed) - _REBUILT)
+            if not attributes:
+                continue
             raise FxChimeraError(
                 f"module {name!r} ({type(program.captured.model.get_submodule(name)).__name__}) changes its attributes "
-                f"{list(attributes)} in forward, which a schedule with two copies of each stage cannot keep consistent; "
+                f"{attributes} in forward, which a schedule with two copies of each stage cannot keep consistent; "
                 f'use schedule="1f1b", or keep that state outside the model'
             )
         for name in sorted(_written_buffers(program) - _norm_buffers(program.captured.model)):

@@ -22,9 +22,10 @@ from fxchimera.schedule.profile import SyncEdge
 from fxchimera_passes.captured import TensorMeta
 from fxchimera_passes.plan import StagePlan
 
-__all__ = ["Exchange", "sync_edges"]
+__all__ = ["Exchange", "Statistics", "sync_edges"]
 
 _Moment = tuple[int, int]  # (step, micro-batch)
+Statistics = dict[tuple[int, int], dict[_Moment, dict[str, Delta]]]  # by (pipe, stage), moment, and layer
 
 
 def sync_edges(plan: StagePlan, placement: Placement, sizes: Mapping[str, int]) -> tuple[SyncEdge, ...]:
@@ -62,7 +63,7 @@ class Exchange:
         self._sums: dict[str, GradientSum] = {}
         self._earlier: dict[str, torch.Tensor | None] = {}
         self._pending: dict[tuple[int, int], dict[str, GradientSum]] = {}
-        self._deltas: dict[tuple[int, int], dict[_Moment, dict[str, Delta]]] = {}
+        self._deltas: Statistics = {}
         self.owned: dict[str, nn.Parameter] = {}
         for (pipe, stage), replica in sorted(replicas.items()):
             if pipe == 0:
@@ -81,7 +82,11 @@ class Exchange:
             owner = self._placement.pipes[0][self._plan.owner[name]]
             sums = self._sums if owner == self._rank else self._pending.setdefault(use, {})
             sums.setdefault(name, GradientSum()).add(use, gradient)
-        moments = self._deltas.setdefault(use, {})
+        self.note_statistics(replica, step)
+
+    def note_statistics(self, replica: Replica, step: int) -> None:
+        """Take the batch-norm statistics off a replica that has seen its micro-batches."""
+        moments = self._deltas.setdefault((replica.pipe, replica.stage), {})
         moments.update({(step, microbatch): deltas for microbatch, deltas in replica.deltas.items()})
         replica.deltas.clear()
 
@@ -95,6 +100,17 @@ class Exchange:
             self._sums.clear()
             self._pending.clear()
             self._apply_statistics()
+
+    def take_statistics(self) -> Statistics:
+        """Remove and return the statistics noted on this rank and not yet applied."""
+        taken, self._deltas = self._deltas, {}
+        return taken
+
+    def apply_statistics(self, statistics: Statistics) -> None:
+        """Update the owned batch-norm layers with what all ranks have noted."""
+        self._deltas = statistics
+        self._apply_statistics()
+        self._deltas = {}
 
     def abandon(self) -> None:
         """After a failure: give the owned parameters back the gradients they had, and drop the step's."""

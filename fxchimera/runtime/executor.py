@@ -133,7 +133,7 @@ class _Run:
         self._losses: dict[int, torch.Tensor] = {}
         self._refreshes: dict[int, list[Action]] = {}
         self._last_backward = {(placement.pipe_of[_mb(a)], a.stage): a for a in self._actions if a.kind is Kind.B}
-        self._deferred_norms = job.train and len(placement.pipes) > 1
+        self._deferred_norms = len(placement.pipes) > 1
 
     def begin(self) -> None:
         """Post all receives and set earlier gradients aside."""
@@ -167,6 +167,9 @@ class _Run:
         """Take what is still to come."""
         for stage in list(self._refreshes):
             self._refresh(stage)
+        if not self._job.train:
+            for replica in self._replicas.values():
+                self._exchange.note_statistics(replica, self._job.step)
         for action in self._actions:
             if action.kind is Kind.RECV_G:
                 self.position = self._describe(action)

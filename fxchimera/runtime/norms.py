@@ -28,5 +28,5 @@ def clip_gradients(
         torch.stack(world.gather(norms)).sum(0), norm_type
     )  # all but one addend are zero
     with_gradients = [parameter for parameter in owned.values() if parameter.grad is not None]
-    nn.utils.clip_grads_with_norm_(with_gradients, max_norm, total.to(torch.float32))
+    nn.utils.clip_grads_with_norm_(with_gradients, max_norm, total)
     return total.to(torch.float32)

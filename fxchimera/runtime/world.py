@@ -189,6 +189,8 @@ class DistributedWorld:
 
     def _run(self, call: Callable[[], Any], seconds: float | None = None) -> Any:
         self.failure.check()
+        if self._thread is None:
+            raise FxChimeraError("this pipeline has been closed; wrap the model again to go on")
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._calls.put((call, answer))
         result = self.failure.wait(answer, f"rank {self.process}, in an exchange among all ranks,", seconds)

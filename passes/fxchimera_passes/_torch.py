@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _top_saved_tensors_default_hooks  # type: ignore[attr-defined,unused-ignore]
 from torch._C._functorch import peek_interpreter_stack  # type: ignore[attr-defined,unused-ignore]
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
@@ -45,6 +46,7 @@ __all__ = [
     "override_tables",
     "quiet",
     "real_values",
+    "saved_tensor_hook",
     "storage_key",
     "tensor_tables",
     "uncompiled",
@@ -124,6 +126,12 @@ def without(mode: TorchFunctionMode) -> AbstractContextManager[Any]:
     if _get_current_function_mode() is mode:  # type: ignore[no-untyped-call]
         return _pop_mode_temporarily()
     return nullcontext()
+
+
+def saved_tensor_hook() -> Any:
+    """Return the function through which autograd saves tensors now (checkpointing, offloading), None without one."""
+    hooks = _top_saved_tensors_default_hooks(True)
+    return hooks[0] if hooks else None
 
 
 def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

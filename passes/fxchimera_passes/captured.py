@@ -55,10 +55,13 @@ class NodeInfo:
     """What the recording knows about one node.
 
     ``value`` is the tensor that the node returns, None when it returns something else (a tuple, an object, a number).
-    ``depends`` holds any of "input", "parameter", "buffer", "random": what the value was computed from.
-    ``random`` lists the random operations that run inside the node, in execution order.
+    ``depends`` holds any of "input", "parameter", "buffer", "random": what the value was computed from.  An argument of a module
+    call that nothing inside reads or returns (its shape or dtype was enough) does not count.
+    ``random`` lists the random operations that run inside the node, in execution order, and before them, under
+    ``keyed.HOST_ORDINAL``, a draw from Python's or numpy's global generator.
     ``parameters``/``buffers`` are canonical names read anywhere inside the node (a leaf module's whole subtree).
     ``writes`` are canonical names of buffers that the node writes.
+    ``mutates`` are names of the node's argument nodes whose memory it writes (or whose autograd state it sets).
     ``forward_flops``/``moved_bytes`` are analytic: floating-point operations, and bytes read and written by the forward.
     ``autocast`` is None outside autocast regions, else (device type, dtype, enabled).
     ``line`` is the user's own "file:line" of the call, "" when unknown.
@@ -73,6 +76,7 @@ class NodeInfo:
     parameters: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
+    mutates: tuple[str, ...] = ()
     forward_flops: float = 0.0
     moved_bytes: float = 0.0
     line: str = ""
@@ -121,6 +125,7 @@ class Captured:
     ``parameters`` maps every canonical parameter name of the model (as ``model.named_parameters()`` gives it) to all its names.
     ``open_modules`` are the qualified names of modules recorded by their inner calls (always includes "" for the model itself).
     ``device`` is where the recording's tensors live; a ``torch.device`` argument in the graph means it.
+    ``grad_enabled`` is the grad mode that the forward began in: a node of the other mode set it itself.
     """
 
     graph: fx.Graph
@@ -134,6 +139,7 @@ class Captured:
     guards: tuple[Guard, ...]
     report: CaptureReport
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    grad_enabled: bool = True
 
 
 _NOTHING = NodeInfo()

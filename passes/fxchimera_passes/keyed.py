@@ -13,19 +13,20 @@ import hashlib
 import random as python_random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from fxchimera_passes._torch import TorchDispatchMode
 from fxchimera_passes.captured import RandomKey
 from fxchimera_passes.recompute import Replacement, Replay
 
-__all__ = ["HOST_ORDINAL", "is_random", "keyed_random", "microbatch_randomness", "seed_of"]
+__all__ = ["HOST_ORDINAL", "is_random", "keyed_model", "keyed_random", "microbatch_randomness", "seed_of"]
 
 # A key with this ordinal says that the module draws from Python's or numpy's global generator.
 HOST_ORDINAL = -1
@@ -61,6 +62,25 @@ def keyed_random(keys: Sequence[RandomKey]) -> AbstractContextManager[object]:
     host = next((key for key in keys if key.ordinal == HOST_ORDINAL), None)
     mode = KeyedMode(where, tuple(key for key in keys if key.ordinal != HOST_ORDINAL) or (replace(keys[-1], ordinal=0),))
     return mode if host is None else _with_host(mode, seed_of(*where, host))
+
+
+@contextmanager
+def keyed_model(model: nn.Module, keys: Sequence[RandomKey]) -> Iterator[None]:
+    """:func:`keyed_random` for one forward of the whole ``model``, of which ``keys`` are all random operations in order.
+
+    Every module with a ``HOST_ORDINAL`` key seeds Python's and numpy's generators when its keyed call begins, as its stage would.
+    """
+    where = _MICROBATCH.get()
+    hosts = [key for key in keys if key.ordinal == HOST_ORDINAL] if where is not None else []
+    with ExitStack() as stack:
+        stack.enter_context(keyed_random([key for key in keys if key.ordinal != HOST_ORDINAL]))
+        if where is not None and hosts:
+            stack.enter_context(_host_generators())
+            for name in dict.fromkeys(key.module for key in hosts):
+                seeds = {key.call: seed_of(*where, key) for key in hosts if key.module == name}
+                hook = model.get_submodule(name).register_forward_pre_hook(_Seeding(seeds), prepend=True)
+                stack.callback(hook.remove)
+        yield
 
 
 def seed_of(seed: int, step: int, microbatch: int, key: RandomKey) -> int:
@@ -159,14 +179,37 @@ def _generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generato
 
 
 @contextmanager
-def _with_host(mode: KeyedMode, seed: int) -> Iterator[None]:
+def _with_host(mode: AbstractContextManager[object], seed: int) -> Iterator[None]:
+    with _host_generators():
+        _seed_host(seed)
+        with mode:
+            yield
+
+
+@contextmanager
+def _host_generators() -> Iterator[None]:
+    """Have Python's and numpy's global generators for oneself, and put them back."""
     with _GENERATORS:
-        python_state, numpy_state = python_random.getstate(), np.random.get_state()
-        python_random.seed(seed)
-        np.random.seed(seed % 2**32)  # the user's code draws from numpy's global generator
+        python_state, numpy_state = python_random.getstate(), np.random.get_state(legacy=False)
         try:
-            with mode:
-                yield
+            yield
         finally:
             python_random.setstate(python_state)
             np.random.set_state(numpy_state)
+
+
+def _seed_host(seed: int) -> None:
+    python_random.seed(seed)
+    np.random.seed(seed % 2**32)  # the user's code draws from numpy's global generator
+
+
+class _Seeding:
+    """A forward pre-hook: call ``k`` of its module begins with the generators at ``seeds[k]``."""
+
+    def __init__(self, seeds: Mapping[int, int]) -> None:
+        self.seeds, self.calls = seeds, 0
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self.calls in self.seeds:
+            _seed_host(self.seeds[self.calls])
+        self.calls += 1

@@ -155,7 +155,7 @@ def _recomputed(captured: Captured, nodes: tuple[fx.Node, ...], index: Mapping[f
     A pinned range in which something is written in place is recomputed as a whole or not at all: a reader's graph edges alone
     would miss a write through another view of the same memory.
     """
-    writers = {i for i, node in enumerate(nodes) if written(node, captured.model)}
+    writers = {i for i, node in enumerate(nodes) if written(node)}
     ranges = [range(low, high + 1) for low, high in captured.pinned if any(low <= w <= high for w in writers)]
     calls = [info(node) for node in nodes if node.op.startswith("call")]
     dirty = {name for known in calls for name in known.writes}
@@ -190,13 +190,19 @@ def _recomputable(
     known = info(node)
     if known.depends & _OWN or known.random or known.writes or known.parameters:
         return False
+    if node.op == "call_module" and any(_within(path, str(node.target)) for path in captured.report.stateful):
+        return False  # what it counts, it would count once in each stage
     if known.forward_flops > limit or dirty & _buffers_read(node):
         return False
-    if any(not source.op.startswith("call") for source in written(node, captured.model)):
+    if any(not source.op.startswith("call") for source in written(node)):
         return False
     return all(
         not source.op.startswith("call") or index[source] in chosen or _shape_only(source, node) for source in node.all_input_nodes
     )
+
+
+def _within(path: str, module: str) -> bool:
+    return path == module or path.startswith(f"{module}.")
 
 
 def _shape_only(source: fx.Node, reader: fx.Node) -> bool:

@@ -81,7 +81,7 @@ class _Meter:
     def _timed(self, node: fx.Node) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self.values[source])
         tensors, structure = flatten((args, kwargs))
-        writes = bool(written(node, self.captured.model))
+        writes = bool(written(node))
         runs = [self._once(node, tensors, structure, writes) for _ in range(self.repeats)]
         self.forward[node.name] = statistics.median(forward for forward, _, _ in runs)
         self.backward[node.name] = statistics.median(backward for _, backward, _ in runs)

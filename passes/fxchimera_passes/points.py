@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 
 from fxchimera_passes.atoms import Atoms
+from fxchimera_passes.capture.names import require_submodule
 from fxchimera_passes.captured import Captured, info
 from fxchimera_passes.errors import PartitionError
 from fxchimera_passes.liveness import Liveness, obstacle
@@ -34,11 +34,7 @@ def positions_of(captured: Captured, live: Liveness, atoms: Atoms, num_stages: i
 
 
 def _atom(captured: Captured, live: Liveness, atoms: Atoms, name: str) -> int:
-    known = dict(captured.model.named_modules(remove_duplicate=False))
-    if name not in known or not name:
-        near = difflib.get_close_matches(name, [n for n in known if n], n=3)
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-        raise PartitionError(f"split point {name!r} is not a module of the model{hint}")
+    require_submodule(captured.model, name)
     position = next((i for i in live.carried if _inside(captured, live, i, name)), None)
     if position is None:
         raise PartitionError(f"split point {name!r} {_absence(live, name)}")
@@ -62,5 +58,5 @@ def _absence(live: Liveness, name: str) -> str:
     for i in live.carried:
         node = live.nodes[i]
         if node.op == "call_module" and name.startswith(f"{node.target}."):
-            return f"lies inside {node.target!r}, which was recorded as one call; name that module or one beside it"
+            return f"lies inside {node.target!r}, which was recorded as one call: capture the model with opened=[{name!r}]"
     return "was not called in the recorded forward; a container such as a ModuleList is not called, name its first entry"

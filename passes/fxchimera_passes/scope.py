@@ -6,8 +6,8 @@ generated code reads like the user's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -29,6 +29,19 @@ class Scope:
     autocast: tuple[str, torch.dtype, bool] | None = None
     random: tuple[RandomKey, ...] = ()
 
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Run the body in these surroundings."""
+        with ExitStack() as stack:
+            if self.grad is not None:
+                stack.enter_context(torch.set_grad_enabled(self.grad))
+            if self.autocast is not None:
+                device, dtype, enabled = self.autocast
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+            if self.random:
+                stack.enter_context(keyed_random(self.random))
+            yield
+
 
 def scope_of(known: NodeInfo, ambient_grad: bool) -> Scope | None:
     """The scope a node needs in a stage that runs under ``ambient_grad``, None when it needs none."""
@@ -38,12 +51,5 @@ def scope_of(known: NodeInfo, ambient_grad: bool) -> Scope | None:
 
 def call_in_scope(scope: Scope, function: Callable[..., _Result], *args: object, **kwargs: object) -> _Result:
     """Call ``function(*args, **kwargs)`` in ``scope``."""
-    with ExitStack() as stack:
-        if scope.grad is not None:
-            stack.enter_context(torch.set_grad_enabled(scope.grad))
-        if scope.autocast is not None:
-            device, dtype, enabled = scope.autocast
-            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
-        if scope.random:
-            stack.enter_context(keyed_random(scope.random))
+    with scope.entered():
         return function(*args, **kwargs)

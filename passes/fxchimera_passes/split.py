@@ -79,7 +79,6 @@ class _Writer:
         self.captured, self.stage, self.is_last = captured, stage, is_last
         self.nodes = {node.name: node for node in captured.graph.nodes}
         self.run = [self.nodes[name] for name in stage.nodes]
-        self.ambient = any(info(node).grad_enabled for node in self.nodes.values() if node.op.startswith("call"))
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
         self.constants: dict[str, Any] = {}
@@ -112,7 +111,7 @@ class _Writer:
 
     def _copy_written(self, arrived: list[fx.Node]) -> None:
         """What arrives is a leaf of autograd or the user's batch: hand writers a copy of it."""
-        targets = {target for node in self.run for target in written(node, self.captured.model)}
+        targets = {target for node in self.run for target in written(node)}
         touched = set(targets)
         for node in reversed(self.run):
             if node in touched and may_alias(node, self.captured.model):
@@ -123,7 +122,7 @@ class _Writer:
 
     def _operation(self, node: fx.Node) -> None:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._argument)
-        scope = scope_of(info(node), self.ambient)
+        scope = scope_of(info(node), self.captured.grad_enabled)
         if node.op == "call_module":
             self.modules[str(node.target)] = None
         if scope is None:

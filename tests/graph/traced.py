@@ -17,9 +17,13 @@ class _Keeper(ShapeProp):
     def __init__(self, graph_module: fx.GraphModule) -> None:
         super().__init__(graph_module)
         self.values: dict[fx.Node, Any] = {}
+        self.mutates: dict[fx.Node, tuple[str, ...]] = {}
 
     def run_node(self, n: fx.Node) -> Any:
+        read = [(source, self.values[source]) for source in n.all_input_nodes if isinstance(self.values[source], Tensor)]
+        before = [value._version for _, value in read]
         self.values[n] = fx.Interpreter.run_node(self, n)
+        self.mutates[n] = tuple(s.name for (s, value), count in zip(read, before, strict=True) if value._version != count)
         return self.values[n]
 
 
@@ -27,8 +31,8 @@ def _size(meta: TensorMeta | None) -> int:
     return 0 if meta is None else meta.bytes
 
 
-def _note(node: fx.Node, model: nn.Module, values: dict[fx.Node, Any], names: dict[str, str], owner: str) -> NodeInfo:
-    value = TensorMeta.of(values[node]) if isinstance(values.get(node), Tensor) else None
+def _note(node: fx.Node, model: nn.Module, keeper: _Keeper, names: dict[str, str], owner: str) -> NodeInfo:
+    value = TensorMeta.of(keeper.values[node]) if isinstance(keeper.values.get(node), Tensor) else None
     sources = [source.meta["info"] for source in node.all_input_nodes]
     depends = frozenset().union(*(source.depends for source in sources))
     parameters, buffers, writes, flops = (), (), (), 0.0
@@ -51,13 +55,15 @@ def _note(node: fx.Node, model: nn.Module, values: dict[fx.Node, Any], names: di
     moved = float(_size(value) + sum(_size(source.value) for source in sources))
     return NodeInfo(
         value=value, depends=depends, module=owner, random=random, parameters=parameters, buffers=buffers, writes=writes,
-        forward_flops=flops, moved_bytes=moved,
+        mutates=keeper.mutates.get(node, ()), forward_flops=flops, moved_bytes=moved,
     )  # fmt: skip
 
 
 def trace(model: nn.Module, *inputs: Tensor, pinned: tuple[tuple[int, int], ...] = ()) -> Captured:
     """Record ``model(*inputs)``; only for models that symbolic_trace can follow and that return one tensor or a tuple of them."""
     graph_module = fx.symbolic_trace(model)
+    for number, node in enumerate(n for n in graph_module.graph.nodes if n.op == "placeholder"):
+        node.name = node.target = f"input_{number}"
     keeper = _Keeper(graph_module)
     keeper.run(*inputs)
     aliases: dict[int, list[str]] = {}
@@ -68,9 +74,7 @@ def trace(model: nn.Module, *inputs: Tensor, pinned: tuple[tuple[int, int], ...]
     for node in graph.nodes:
         stack = node.meta.get("nn_module_stack") or {}
         owner = list(stack)[-1] if stack else ""
-        node.meta["info"] = _note(node, model, keeper.values, names, owner)
-    for number, node in enumerate(n for n in graph.nodes if n.op == "placeholder"):
-        node.name = node.target = f"input_{number}"
+        node.meta["info"] = _note(node, model, keeper, names, owner)
     output = next(node for node in graph.nodes if node.op == "output")
     if isinstance(output.args[0], fx.Node):
         output.args = ((output.args[0],),)

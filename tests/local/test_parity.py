@@ -1,7 +1,7 @@
 """A pipeline's step equals the plain model's, for every model of the zoo: within rounding, or bitwise where that is promised.
 
-Every test takes a cell (model, D, N, schedule).  The default run has a covering subset: each model with every D and every kind of N,
-and each D with every kind of N and every schedule.  All cells run under ``-m matrix``.
+Every test takes a cell (model, D, N, schedule).  The default run has a covering subset: each model with every D and every kind of
+N, and each D with every kind of N and every schedule.  All cells run under ``-m matrix``.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def test_float32_step(name: str, stages: int, n: int, schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["chimera", "1f1b"])
 def test_a_model_with_its_own_float32_loss_holds_float32_tolerance(schedule: str) -> None:
-    """The loss's gradient is rounded to float32 before it enters the float64 model, in the plain step too: no better is possible."""
+    """The loss's gradient is rounded to float32 before it enters the float64 model, in the plain step too: 1e-12 cannot be."""
     example, plain = build("gpt2", 4), build("gpt2", 4)
     expected = full_batch(plain)
     assert expected.loss.dtype == torch.float32
@@ -156,7 +156,7 @@ def _training_run(name: str, jitter: random.Random | None) -> list[Any]:
 
 @pytest.mark.parametrize("name", ["mlp", "bert", "skip", "nn_transformer"])
 def test_masks_do_not_depend_on_stages_or_schedule(name: str) -> None:
-    """At a fixed N every micro-batch sees the same masks, so its loss has the same bits; sums of gradients may associate otherwise."""
+    """At a fixed N every micro-batch sees the same masks, so its loss has the same bits; gradient sums may associate otherwise."""
     outcomes = []
     for stages, schedule in ((1, "gpipe"), (2, "chimera"), (4, "1f1b"), (8, "chimera"), (4, "gpipe")):
         example = build(name, 4, dropout=0.3)

@@ -59,7 +59,7 @@ class Pool:
             }  # fmt: skip
             self._workers[rank][1].send_bytes(pickle.dumps((function, args, environment)))
         answers = self._collect(size, limit)
-        failures = [rank for rank in range(size) if answers.get(rank, (False, "")) [0] is not True]
+        failures = [rank for rank in range(size) if answers.get(rank, (False, ""))[0] is not True]
         if failures:
             report = self._report(size, answers)
             self.stop()

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fxchimera_passes.capture.targets import reached
 from fxchimera_passes.capture.writer import GraphWriter
-from fxchimera_passes.structure import Structure, flatten
+from fxchimera_passes.structure import Path, Structure, flatten
 
 __all__ = ["Filled", "note_filled"]
 
@@ -24,22 +24,22 @@ class Filled:
         self.before: dict[Any, tuple[list[Tensor], Structure]] = {
             key: flatten(value, fresh=True) for key, value in self.slots.items() if not isinstance(value, Tensor)
         }
+        self.found: dict[Any, list[tuple[Tensor, Path]]] = {}
 
-    def new_tensors(self) -> dict[Any, list[tuple[Tensor, Any]]]:
-        """Map each filled argument to the tensors it holds now but did not hold before, with their paths."""
+    def collect(self) -> bool:
+        """Find what the call put into its arguments, ``found``: by argument, the new tensors with their paths."""
         known = {id(tensor) for tensors, _ in self.before.values() for tensor in tensors}
-        found: dict[Any, list[tuple[Tensor, Any]]] = {}
         for key in self.before:
             tensors, structure = flatten(self.slots[key])
             for tensor, path in zip(tensors, structure.paths(), strict=True):
                 if id(tensor) not in known:
-                    found.setdefault(key, []).append((tensor, path))
-        return found
+                    self.found.setdefault(key, []).append((tensor, path))
+        return bool(self.found)
 
     def rebuild(self, writer: GraphWriter, arguments: tuple[list[Any], dict[str, Any]]) -> dict[Any, fx.Node]:
         """Give the call fresh copies of the arguments that it fills; return the nodes that make them."""
         made: dict[Any, fx.Node] = {}
-        for key in self.new_tensors():
+        for key in self.found:
             tensors, structure = self.before[key]
             made[key] = writer.rebuilt(structure, tensors)
             if isinstance(key, int):
@@ -51,9 +51,7 @@ class Filled:
 
 def note_filled(writer: GraphWriter, node: fx.Node, filled: Filled, made: dict[Any, fx.Node]) -> None:
     """Add the nodes that read back what ``node`` put into its arguments."""
-    for key, found in filled.new_tensors().items() if made else ():
-        if key not in made:
-            continue
+    for key, found in filled.found.items():
         for tensor, path in found:
             read = writer.graph.call_function(reached, (made[key], writer.constant(path), node))
             writer.add(read, value=tensor, depends=writer.depends(node))

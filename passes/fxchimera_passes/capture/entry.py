@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ from fxchimera_passes.capture.fakes import capture_device, fake_model
 from fxchimera_passes.capture.finish import finish
 from fxchimera_passes.capture.lines import line_of
 from fxchimera_passes.capture.names import parameter_aliases
-from fxchimera_passes.capture.opening import can_open, choose
+from fxchimera_passes.capture.opening import can_open, choose, choose_around, refusal
 from fxchimera_passes.capture.patches import RECORDING
 from fxchimera_passes.capture.recorder import Recorder
 from fxchimera_passes.capture.signals import NeedClose, NeedOpen
@@ -36,6 +36,7 @@ def capture(
     num_stages: int = 1,
     grain: float = 0.25,
     closed: Collection[str] = (),
+    opened: Collection[str] = (),
     device: torch.device | None = None,
 ) -> Captured:
     """Record one forward of ``model`` on one micro-batch as a graph, without computing it.
@@ -47,31 +48,40 @@ def capture(
         num_stages: how many stages the graph will be cut into (1: only the model's own forward is opened).
         grain: a module is opened when one call does more than this part of a stage's work.
         closed: qualified names of modules to keep whole.
+        opened: qualified names of modules before which a cut must be possible (split points): what is around them is opened.
         device: what the tensors are recorded as living on; default the model's own device.
 
     Raises:
         CaptureError: the model's own forward cannot be recorded; the message names the user's line and what to do.
+        PartitionError: a name in ``opened`` is unknown, or inside a module that must stay whole.
     """
     inputs, structure = flatten((args, dict(kwargs)))
     where = capture_device(model, inputs, device)
     job = _Job(model, inputs, structure, where, closed=dict.fromkeys(closed, "asked for"), training=model.training)
     with job.prepared():
         profile = job.record(settle=True)[0].profile
+        around = choose_around(profile, model, job.closed, opened)
         job.opened.update(choose(profile, model, job.closed, num_stages=num_stages, grain=grain))
-        return job.run()
+        job.opened.update({name: f"the split point {point!r} lies in it" for name, point in around.items() if name})
+        captured = job.run()
+    for name in around.keys() & job.closed.keys():
+        raise refusal(model, around[name], name, job.closed[name])
+    return captured
 
 
 def recapture(captured: Captured, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool) -> Captured:
     """Record the same model again for other inputs or the other mode, with the same modules opened.
 
-    Only shapes of the model's tensors are needed, so parameters may be meta tensors by now.
+    Only shapes of the model's tensors are needed, so parameters may be meta tensors by now.  The grad mode of the caller is
+    recorded, so that a forward without gradients keeps the parts for which the model itself enables them.
 
     Raises:
         CaptureError: as :func:`capture`.
     """
     model, report = captured.model, captured.report
     inputs, structure = flatten((args, dict(kwargs)))
-    job = _Job(model, inputs, structure, captured.device, closed=dict(report.closed), training=training)
+    grad = torch.is_grad_enabled()
+    job = _Job(model, inputs, structure, captured.device, closed=dict(report.closed), training=training, grad_enabled=grad)
     with job.prepared():
         job.record(settle=True)
         job.opened.update({name: report.opened.get(name, "as before") for name in captured.open_modules})
@@ -88,8 +98,8 @@ class _Job:
     device: torch.device
     closed: dict[str, str]
     training: bool
+    grad_enabled: bool = True
     opened: dict[str, str] = field(default_factory=lambda: {"": "the model itself"})
-    used: Callable[[], list[str]] = list
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
@@ -98,15 +108,15 @@ class _Job:
         _check(model)
         with ExitStack() as stack:
             stack.enter_context(RECORDING)
-            used = stack.enter_context(generators_untouched())
+            stack.enter_context(generators_untouched())
             stack.enter_context(model_untouched(model))
             if self.training != model.training:
                 model.train(self.training)
             stack.enter_context(without_cache(model))
-            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
             stack.enter_context(uncompiled())
             stack.enter_context(quiet())
-            self.used = used
             yield
 
     def record(self, *, settle: bool) -> tuple[Recorder, Structure]:
@@ -130,12 +140,9 @@ class _Job:
             opened={name: self.opened[name] for name in sorted(recorder.entered)},
             closed=self.closed,
             stateful=recorder.stateful,
-            notes=tuple(dict.fromkeys((*recorder.notes, *self._drawn()))),
+            notes=tuple(dict.fromkeys(recorder.notes)),
         )
         return finish(recorder, self.model, (self.structure, out), parameter_aliases(self.model), report)
-
-    def _drawn(self) -> list[str]:
-        return [f"the forward draws from {name}: what it decides with that is recorded once" for name in self.used()]
 
     def _attempt(self, recorder: Recorder) -> Structure | None:
         """Record once; None when a module was opened or closed and another try is due."""

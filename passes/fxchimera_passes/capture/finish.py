@@ -39,6 +39,7 @@ def finish(
         guards=tuple(recorder.reads.guards),
         report=report,
         device=recorder.device,
+        grad_enabled=recorder.grad_enabled,
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fxchimera_passes.captured import RandomKey
+from fxchimera_passes.keyed import HOST_ORDINAL
 
 __all__ = ["Call", "Frames"]
 
@@ -68,6 +69,10 @@ class Frames:
         key = RandomKey(call.name, call.number, call.drawn)
         call.drawn += 1
         return key
+
+    def host_key(self) -> RandomKey:
+        """Name what the innermost running call draws from Python's and numpy's generators."""
+        return RandomKey(self.innermost.name, self.innermost.number, HOST_ORDINAL)
 
     def mark(self) -> tuple[Counter[str], int]:
         """Remember the counts of calls and draws, for :meth:`rewind`."""

@@ -19,7 +19,7 @@ from fxchimera_passes.capture.lines import user_line
 from fxchimera_passes.capture.reads import READS
 from fxchimera_passes.capture.signals import NeedClose
 from fxchimera_passes.capture.targets import FunctionApply
-from fxchimera_passes.capture.writes import record_writes, versions
+from fxchimera_passes.capture.writes import order_reads, versions, written_since
 from fxchimera_passes.structure import flatten
 
 if TYPE_CHECKING:
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 
 __all__ = ["FunctionRule"]
 
-_EFFECTS = frozenset(
-    ["__setitem__", "__delitem__", "__set__", "register_hook", "retain_grad", "register_post_accumulate_grad_hook"]
+# Set attributes of their first argument; no operator shows that.
+_SETTERS = frozenset(["__set__", "requires_grad_"])
+# Matter although nobody reads their result.
+_EFFECTS = _SETTERS | frozenset(
+    ["__setitem__", "__delitem__", "register_hook", "retain_grad", "register_post_accumulate_grad_hook"]
 )
 _QUERIES = frozenset(
     ["size", "dim", "stride", "__len__", "numel", "is_contiguous", "is_floating_point", "is_complex", "ndimension"]
@@ -65,6 +68,7 @@ class FunctionRule(TorchFunctionMode):
 
     def _record(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         writer = self.recorder.writer
+        self.recorder.check_hooks()
         before = versions(args, kwargs)
         with self.recorder.watch.node() as seen:
             try:
@@ -77,10 +81,12 @@ class FunctionRule(TorchFunctionMode):
         arguments = writer.convert(args), writer.convert(dict(kwargs))
         node = self._call_node(func, name, *arguments)
         writes = tuple(sorted({writer.names.buffer_storages[k] for k in seen.written if k in writer.names.buffer_storages}))
-        writer.add(node, value=result, depends=writer.depends(arguments), seen=seen, writes=writes)
-        if name in _EFFECTS or name.startswith("requires_grad_"):
+        changed = written_since(before, seen)
+        touched = [args[0]] if name in _SETTERS else changed
+        writer.add(node, value=result, depends=writer.depends(arguments), seen=seen, writes=writes, changed=touched)
+        if name in _EFFECTS:
             writer.keep_alive.add(node)
-        record_writes(writer, node, before, seen, result)
+        order_reads(writer, node, changed, result)
         writer.bind_result(node, result)
         if func is torch.autograd.grad:  # differentiates through everything that its inputs were used for
             writer.pin(min(node.all_input_nodes, key=writer.order.__getitem__), node)
@@ -106,15 +112,17 @@ class FunctionRule(TorchFunctionMode):
         if recorder.paused:
             return original(*args, **kwargs)
         if cls is CheckpointFunction:
-            recorder.notes.append(f"activation checkpointing at {user_line()} is not kept: put the region into a module")
+            recorder.note_unsaved("activation checkpointing", user_line())
             return args[0](*args[2:])
         with recorder.pause():
+            recorder.check_hooks()
             before = versions(args, kwargs)
             with recorder.watch.node() as seen, recorder.unobserved():
                 result = original(*args, **kwargs)
             arguments = writer.convert(args), writer.convert(kwargs)
             node = writer.graph.call_function(FunctionApply(cls), *arguments)
-            writer.add(node, value=result, depends=writer.depends(arguments), seen=seen)
-            record_writes(writer, node, before, seen, result)
+            changed = written_since(before, seen)
+            writer.add(node, value=result, depends=writer.depends(arguments), seen=seen, changed=changed)
+            order_reads(writer, node, changed, result)
             writer.bind_result(node, result)
         return result

@@ -16,12 +16,17 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
 
-def user_line() -> str:
-    """Return "file:line" of the user's code that the current call came from, "" when there is none."""
+def user_line(*, beyond: str = "") -> str:
+    """Return "file:line" of the user's code that the current call came from, "" when there is none.
+
+    With ``beyond`` it is the code that called into that file.
+    """
     frame: types.FrameType | None = sys._getframe(1)
+    passed = not beyond
     while frame is not None:
         name = frame.f_code.co_filename
-        if not _is_ours(name):
+        passed = passed or name == beyond
+        if passed and not _is_ours(name):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx, nn
 
-from fxchimera_passes._torch import call_uncompiled, in_transform, storage_key
+from fxchimera_passes._torch import call_uncompiled, in_transform, storage_key, version
 from fxchimera_passes.capture.containers import Filled, note_filled
 from fxchimera_passes.capture.lines import user_line
 from fxchimera_passes.capture.signals import NeedClose
 from fxchimera_passes.capture.state import Attributes, changed_attributes, plain_state
 from fxchimera_passes.capture.targets import rebind
 from fxchimera_passes.capture.watch import Seen
-from fxchimera_passes.capture.writes import record_writes, versions
+from fxchimera_passes.capture.writes import order_reads, versions, written_since
+from fxchimera_passes.captured import info
 from fxchimera_passes.structure import flatten
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class ModuleRule:
             return call_uncompiled(module, args, kwargs)
         recording = not recorder.paused and not in_transform()
         opened = recording and name in recorder.opened
+        if recording:
+            recorder.check_frame()
         caller, flops, moved = recorder.frames.innermost.name, recorder.watch.flops, recorder.watch.moved
         with recorder.frames.enter(module, name, opened=opened):
             if not recording:
@@ -54,6 +57,7 @@ class ModuleRule:
         names = self.recorder.writer.names
         attributes, slots = plain_state(module), names.slots([module])
         result = call_uncompiled(module, args, kwargs)
+        self.recorder.check_frame()
         with self.recorder.pause():
             changed = changed_attributes(module, attributes)
             rebound = [slot for slot, tensor in names.slots([module]).items() if slots.get(slot) is not tensor]
@@ -80,35 +84,51 @@ class ModuleRule:
 
     def _whole(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder, writer = self.recorder, self.recorder.writer
+        recorder.check_hooks()
         with recorder.pause():
             arguments = [writer.convert(value) for value in args], {key: writer.convert(v) for key, v in kwargs.items()}
             before, filled = versions(args, kwargs), Filled(args, kwargs)
             states = {id(m): plain_state(m) for m in module.modules()}
             slots = writer.names.slots(module.modules())
-            counts = {id(tensor): tensor._version for tensor in slots.values()}
+            counts = {id(tensor): version(tensor) for tensor in slots.values()}
             with recorder.watch.node(module, self._reachable(module, args, kwargs)) as seen:
                 result = recorder.run(module, args, kwargs)
+            if recorder.host.moved():
+                seen.random.insert(0, recorder.frames.host_key())
             self._check_smuggled(module, seen)
             self._note_state(module, states)
-            given = filled.rebuild(writer, arguments)
-            writes = self._writes(module, seen, slots, counts)
-            node = self._node(module, name, arguments, result, seen, writes)
-            record_writes(writer, node, before, seen, result)
+            left = (result, args, kwargs) if filled.collect() else result
+            seen.read.update(storage_key(tensor) for tensor in flatten(left)[0])
+            given, changed = filled.rebuild(writer, arguments), written_since(before, seen)
+            parameters, buffers = self._reads(module, seen, arguments)
+            node = writer.add(
+                writer.graph.call_module(name, tuple(arguments[0]), arguments[1]),
+                value=result,
+                depends=self._depends(arguments, seen, parameters, buffers),
+                seen=seen,
+                parameters=parameters,
+                buffers=buffers,
+                writes=self._writes(module, seen, slots, counts),
+                changed=changed,
+            )
+            if module in recorder.effectful:
+                writer.keep_alive.add(node)
+            order_reads(writer, node, changed, result)
             writer.bind_result(node, result)
             note_filled(writer, node, filled, given)
         return result
 
-    def _node(self, module: nn.Module, name: str, arguments: Any, result: Any, seen: Seen, writes: tuple[str, ...]) -> fx.Node:
-        writer = self.recorder.writer
-        parameters, buffers = self._reads(module, seen, arguments)
-        depends = set(writer.depends(arguments))
-        depends |= {"parameter"} if parameters else set()
-        depends |= {"buffer"} if buffers else set()
-        node = writer.graph.call_module(name, tuple(arguments[0]), arguments[1])
-        writer.add(node, value=result, depends=depends, seen=seen, parameters=parameters, buffers=buffers, writes=writes)
-        if module in self.recorder.effectful:
-            writer.keep_alive.add(node)
-        return node
+    def _depends(self, arguments: Any, seen: Seen, parameters: tuple[str, ...], buffers: tuple[str, ...]) -> set[str]:
+        """Return what the call's value hangs on: not an argument whose memory nobody read, which only told a shape or dtype."""
+        storage = self.recorder.writer.storage
+        found = {kind for kind, names in (("parameter", parameters), ("buffer", buffers)) if names}
+
+        def add(node: fx.Node) -> None:
+            if seen.blind or storage.get(node) is None or storage[node] in seen.read:
+                found.update(info(node).depends)
+
+        fx.map_arg(arguments, add)
+        return found
 
     def _reads(self, module: nn.Module, seen: Seen, arguments: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Name the parameters and buffers of the subtree, and others that the call read without being given them."""
@@ -154,6 +174,6 @@ class ModuleRule:
                 names.add_buffer(canonical, tensor)
                 writer.forget_attribute(canonical)
                 written.add(canonical)
-            elif tensor._version != counts[id(tensor)]:
+            elif version(tensor) != counts[id(tensor)]:
                 written.add(canonical)
         return tuple(sorted(written))

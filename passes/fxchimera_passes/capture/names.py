@@ -5,13 +5,28 @@ A shared object has several names; the canonical one is the first, as ``named_mo
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 
 from torch import Tensor, nn
 
 from fxchimera_passes._torch import storage_key, tensor_tables
+from fxchimera_passes.errors import PartitionError
 
-__all__ = ["Names", "parameter_aliases"]
+__all__ = ["Names", "parameter_aliases", "require_submodule"]
+
+
+def require_submodule(model: nn.Module, point: str) -> None:
+    """Check that the split point ``point`` is the name of a submodule.
+
+    Raises:
+        PartitionError: it is not; the message names those that are nearly called so.
+    """
+    known = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    if point not in known:
+        near = difflib.get_close_matches(point, known, n=3)
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise PartitionError(f"split point {point!r} is not a module of the model{hint}")
 
 
 def parameter_aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:

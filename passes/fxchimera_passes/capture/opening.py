@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from fxchimera_passes._torch import compiled, hooks_of
+from fxchimera_passes.capture.names import require_submodule
 from fxchimera_passes.capture.profile import Profile
+from fxchimera_passes.errors import PartitionError
 
-__all__ = ["can_open", "choose"]
+__all__ = ["can_open", "choose", "choose_around", "refusal"]
 
 _CONTAINERS = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
@@ -25,12 +27,17 @@ _CONTAINERS = (
 
 def can_open(module: nn.Module) -> bool:
     """Tell whether recording the inner calls of ``module`` keeps its behaviour."""
+    return not obstacle(module)
+
+
+def obstacle(module: nn.Module) -> str:
+    """Say why the inner calls of ``module`` cannot be recorded, "" when they can."""
     if isinstance(module, torch.jit.ScriptModule) or compiled(module):
-        return False
+        return "it is compiled"
     if type(module) not in _CONTAINERS and type(module).__module__.partition(".")[0] == "torch":
-        return False
+        return "it is one of torch's own layers"
     forward, backward = hooks_of(module)
-    return not backward and all(_only_collects(hook) for hook in forward)
+    return "" if not backward and all(_only_collects(hook) for hook in forward) else "it has hooks"
 
 
 def _only_collects(hook: Any) -> bool:
@@ -44,10 +51,49 @@ def choose(profile: Profile, model: nn.Module, closed: Collection[str], *, num_s
     if num_stages == 1:
         return opened
     for name, module in model.named_modules():  # parents come before their children
-        callers = profile.callers.get(name, set())
+        callers = profile.callers.get(name, {}).keys()
         if not name or name in closed or not callers & opened.keys() or not can_open(module):
             continue
         share = profile.share(name)
         if share > grain / num_stages and any(True for _ in module.children()):
             opened[name] = f"one call does {share:.0%} of the work, more than {grain / num_stages:.0%}"
     return opened
+
+
+def choose_around(profile: Profile, model: nn.Module, closed: Mapping[str, str], points: Collection[str]) -> dict[str, str]:
+    """Map each module that must be opened for a cut before one of ``points`` to that split point.
+
+    Raises:
+        PartitionError: an unknown name, or one inside a module that has to stay whole.
+    """
+    opened: dict[str, str] = {}
+    for point in points:
+        require_submodule(model, point)
+        for name in _callers(profile, model, point):
+            why = closed.get(name) or obstacle(model.get_submodule(name))
+            if name and why:
+                raise refusal(model, point, name, why)
+            opened.setdefault(name, point)
+    return opened
+
+
+def refusal(model: nn.Module, point: str, name: str, why: str) -> PartitionError:
+    """Say that no stage can begin with the module ``point``, because ``name`` around it stays one call."""
+    kind = type(model.get_submodule(name)).__name__
+    return PartitionError(
+        f"split point {point!r} lies inside {name!r} ({kind}), which has to stay one call: {why}. Name that module or one beside it"
+    )
+
+
+def _callers(profile: Profile, model: nn.Module, point: str) -> list[str]:
+    """List the modules around the first call of ``point``, or of the first module in it when it is a container."""
+    canonical = {id(module): name for name, module in model.named_modules()}
+    start = canonical[id(model.get_submodule(point))]
+    if start not in profile.callers:
+        inside = [name for name in profile.callers if name.startswith(f"{start}.")]
+        start = min(inside, key=lambda name: name.count("."), default="")
+    found = dict.fromkeys([start])
+    while start and (caller := next(iter(profile.callers[start]))) not in found:
+        found[caller] = None
+        start = caller
+    return list(found)[1:]

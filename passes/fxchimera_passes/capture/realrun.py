@@ -39,6 +39,7 @@ def run_closed(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kwa
         recorder.notes.append(f"{type(module).__name__} was run on real tensors ({cause})")
         recorder.watch.rewind(watch)
         recorder.frames.rewind(frames)
+        recorder.watch.seen.blind = True  # real tensors may be read without an operator: tolist(), numpy()
         with real_values():
             return _RealRun(recorder, module).call(structure, tensors)
 

@@ -8,17 +8,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from fxchimera_passes._torch import FakeTensorMode, without
+from fxchimera_passes._torch import FakeTensorMode, saved_tensor_hook, without
 from fxchimera_passes.capture.fakes import fake_of
 from fxchimera_passes.capture.frames import Frames
 from fxchimera_passes.capture.functions import FunctionRule
+from fxchimera_passes.capture.lines import user_line
 from fxchimera_passes.capture.modules import ModuleRule
 from fxchimera_passes.capture.names import Names
 from fxchimera_passes.capture.patches import patched
 from fxchimera_passes.capture.profile import Profile
 from fxchimera_passes.capture.reads import Reads
 from fxchimera_passes.capture.realrun import run_closed
+from fxchimera_passes.capture.signals import NeedClose
+from fxchimera_passes.capture.state import HostDraws
 from fxchimera_passes.capture.watch import Watch
 from fxchimera_passes.capture.writer import GraphWriter
 from fxchimera_passes.structure import Structure, flatten
@@ -31,7 +35,7 @@ class Recorder:
 
     ``opened`` are qualified names; ``real`` maps the identity of a fake parameter or
     buffer to the model's own tensor.  ``stateful`` and ``notes`` go into the report; ``effectful`` are modules whose call must not
-    be left out even when nobody reads its result.
+    be left out even when nobody reads its result; ``host`` notices draws that are not torch's.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class Recorder:
         self.model, self.opened, self.mode, self.device = model, frozenset(opened), mode, device
         self.real = real
         self.paused = 0
+        self.grad_enabled = torch.is_grad_enabled()
         self.profile = Profile()
         self.entered: set[str] = set()
         self.frames = Frames(model)
@@ -58,6 +63,8 @@ class Recorder:
         self.stateful: dict[str, tuple[str, ...]] = {}
         self.notes: list[str] = []
         self.effectful: set[nn.Module] = set()
+        self.host = HostDraws()
+        self._hooks = [saved_tensor_hook()]
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -67,6 +74,38 @@ class Recorder:
             yield
         finally:
             self.paused -= 1
+
+    def check_frame(self) -> None:
+        """Notice what the opened module that runs now has done unseen since the last check.
+
+        Raises:
+            NeedClose: it draws from Python's or numpy's generator; as a leaf it gets a key for that.
+        """
+        frame, drawn = self.frames.opened, " and ".join(self.host.moved())
+        if drawn and frame.name:
+            raise NeedClose(frame.module, f"its forward draws from {drawn}", user_line())
+        if drawn:
+            self.notes.append(
+                f"the model's own forward draws from {drawn}, before {user_line()}: what it decides with that is recorded once"
+            )
+
+    def check_hooks(self) -> None:
+        """Note that autograd would save tensors through a hook here (checkpointing, offloading), which a stage does not do."""
+        hook = saved_tensor_hook()
+        if hook is None or hook in self._hooks:
+            return
+        self._hooks.append(hook)
+        if hook.__module__ == checkpoint.__module__:
+            self.note_unsaved("activation checkpointing", user_line(beyond=checkpoint.__code__.co_filename))
+        else:
+            self.note_unsaved("a saved-tensor hook", user_line())
+
+    def note_unsaved(self, what: str, line: str) -> None:
+        """Note that what the user does at ``line`` to save memory has no effect."""
+        owner = type(self.frames.opened.module).__name__
+        self.notes.append(
+            f"{what} at {line} saves no memory, as the calls of {owner} are recorded one by one: move that region into a submodule"
+        )
 
     def unobserved(self) -> AbstractContextManager[Any]:
         """Take the function mode away, so that torch takes the paths it takes in a plain run."""

@@ -7,18 +7,27 @@ fake tensor that a forward cached does not stay behind.
 from __future__ import annotations
 
 import copy
+import pickle
 import random
-import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["Attributes", "changed_attributes", "generators_untouched", "model_untouched", "plain_state", "without_cache"]
+__all__ = [
+    "Attributes",
+    "HostDraws",
+    "changed_attributes",
+    "generators_untouched",
+    "model_untouched",
+    "plain_state",
+    "without_cache",
+]
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 Attributes = dict[str, tuple[int, int | None]]
@@ -94,26 +103,31 @@ def _refill(original: Any, contents: Any) -> None:
 
 
 @contextmanager
-def generators_untouched() -> Iterator[Callable[[], list[str]]]:
-    """Restore torch's, Python's and numpy's random state.
-
-    Yields a function that names those of Python's and numpy's generators that were used so far.
-    """
-    numpy: Any = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
-
-    def used() -> list[str]:
-        found = ["random"] if random.getstate() != python_state else []
-        return found + (["numpy.random"] if numpy and str(numpy.random.get_state()) != str(numpy_state) else [])
-
+def generators_untouched() -> Iterator[None]:
+    """Restore torch's, Python's and numpy's random state."""
+    python_state, numpy_state = random.getstate(), np.random.get_state(legacy=False)
     with torch.random.fork_rng(devices=[]):
         try:
-            yield used
+            yield
         finally:
-            if "random" in used():
-                random.setstate(python_state)
-            if "numpy.random" in used():
-                numpy.random.set_state(numpy_state)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+class HostDraws:
+    """Notices draws from Python's and numpy's global generators, which no mode can see."""
+
+    def __init__(self) -> None:
+        self._last = self._states()
+
+    def moved(self) -> list[str]:
+        """Name the generators that were drawn from since the last call."""
+        before, self._last = self._last, self._states()
+        return [name for name, state in self._last.items() if state != before[name]]
+
+    @staticmethod
+    def _states() -> dict[str, Any]:
+        return {"random": random.getstate(), "numpy.random": pickle.dumps(np.random.get_state(legacy=False))}
 
 
 @contextmanager

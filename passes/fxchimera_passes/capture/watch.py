@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fxchimera_passes._torch import FakeTensor, OpOverload, TorchDispatchMode, storage_key, written
 from fxchimera_passes.capture.flops import bytes_of, flops_of, tensors_in
 from fxchimera_passes.captured import RandomKey
+from fxchimera_passes.keyed import is_random
 
 __all__ = ["Seen", "Watch"]
 
@@ -25,8 +25,9 @@ class Seen:
     """What ran inside one node.
 
     ``written`` holds the storages that operators wrote; ``named`` the identities of model parameters and buffers that they
-    read.  ``maker`` is the closed module whose call this is.  Storages in ``known`` were given to the call or made by it; a
-    fake tensor of any other storage that an operator reads came in by a hidden way, and is kept in ``smuggled``.
+    read.  ``read`` holds the storages that operators took as arguments; with ``blind`` some were perhaps not seen.  ``maker`` is
+    the closed module whose call this is.  Storages in ``known`` were given to the call or made by it; a fake tensor of any other
+    storage that an operator reads came in by a hidden way, and is kept in ``smuggled``.
     """
 
     maker: nn.Module | None = None
@@ -35,6 +36,8 @@ class Seen:
     moved: float = 0.0
     random: list[RandomKey] = field(default_factory=list)
     written: set[int | None] = field(default_factory=set)
+    read: set[int | None] = field(default_factory=set)
+    blind: bool = False
     named: dict[int, Tensor] = field(default_factory=dict)
     smuggled: list[Tensor] = field(default_factory=list)
 
@@ -82,7 +85,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)
-        key = self.draw() if torch.Tag.nondeterministic_seeded in func.tags else None
+        key = self.draw() if is_random(func, args, kwargs) else None
         result = func(*args, **kwargs)
         seen, inputs, outputs = self.seen, tensors_in([*args, *kwargs.values()]), tensors_in(result)
         if key is not None:
@@ -97,9 +100,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _follow(self, seen: Seen, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         for tensor in inputs:
+            key = storage_key(tensor)
+            seen.read.add(key)
             if self.named(tensor):
                 seen.named[id(tensor)] = tensor
-            elif seen.known is not None and isinstance(tensor, FakeTensor) and storage_key(tensor) not in seen.known:
+            elif seen.known is not None and isinstance(tensor, FakeTensor) and key not in seen.known:
                 seen.smuggled.append(tensor)
         for tensor in outputs:
             self._kept.append(tensor)

@@ -7,7 +7,7 @@ buffer, a real tensor the model holds outside its state, or the reason for a sig
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,8 +63,12 @@ class GraphWriter:
         parameters: tuple[str, ...] = (),
         buffers: tuple[str, ...] = (),
         writes: tuple[str, ...] = (),
+        changed: Sequence[Tensor] = (),
     ) -> fx.Node:
-        """Number ``node`` and attach its :class:`NodeInfo`; ``value`` is what it returned while recording."""
+        """Number ``node`` and attach its :class:`NodeInfo`.
+
+        ``value`` is what it returned while recording, ``changed`` are the tensors among its arguments that it wrote.
+        """
         seen = seen or Seen()
         self.order[node] = len(self.order)
         if isinstance(value, Tensor):
@@ -79,6 +83,7 @@ class GraphWriter:
             parameters=parameters,
             buffers=buffers,
             writes=writes,
+            mutates=self._holders(node, changed) if changed else (),
             forward_flops=seen.flops,
             moved_bytes=seen.moved,
             line=user_line(),
@@ -86,6 +91,12 @@ class GraphWriter:
         if seen.random or writes:
             self.keep_alive.add(node)
         return node
+
+    def _holders(self, node: fx.Node, tensors: Sequence[Tensor]) -> tuple[str, ...]:
+        """Name the arguments of ``node`` that are ``tensors``, or are objects made around one of them."""
+        held = {self.known(tensor) for tensor in tensors}
+        arguments = node.all_input_nodes
+        return tuple(a.name for a in arguments if a in held or (a.target is rebuild and not held.isdisjoint(a.all_input_nodes)))
 
     def _autocast(self) -> tuple[str, torch.dtype, bool]:
         kind = self.device.type

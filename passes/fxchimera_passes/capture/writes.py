@@ -17,7 +17,7 @@ from fxchimera_passes.capture.watch import Seen
 from fxchimera_passes.capture.writer import GraphWriter
 from fxchimera_passes.structure import flatten
 
-__all__ = ["Versions", "record_writes", "versions"]
+__all__ = ["Versions", "order_reads", "versions", "written_since"]
 
 Versions = Sequence[tuple[Tensor, int]]
 
@@ -27,16 +27,17 @@ def versions(*arguments: Any) -> Versions:
     return [(tensor, version(tensor)) for tensor in flatten(arguments)[0]]
 
 
-def record_writes(writer: GraphWriter, node: fx.Node, before: Versions, seen: Seen, result: Any) -> None:
-    """Add the edges of everything that ``node`` wrote among its arguments."""
-    done: set[int] = set()
-    for tensor, count in before:
-        key = storage_key(tensor)
-        if id(tensor) in done or (version(tensor) == count and key not in seen.written):
-            continue
-        done.add(id(tensor))
+def written_since(before: Versions, seen: Seen) -> list[Tensor]:
+    """Return the tensors of ``before`` that were written since, each once."""
+    changed = (tensor for tensor, count in before if version(tensor) != count or storage_key(tensor) in seen.written)
+    return list({id(tensor): tensor for tensor in changed}.values())
+
+
+def order_reads(writer: GraphWriter, node: fx.Node, changed: Sequence[Tensor], result: Any) -> None:
+    """Let later readers of the tensors ``changed``, which ``node`` wrote, read what it left there."""
+    for tensor in changed:
         old = writer.known(tensor)
-        writer.writes_to.setdefault(key, []).append(node)
+        writer.writes_to.setdefault(storage_key(tensor), []).append(node)
         writer.keep_alive.add(node)
         if old is None or tensor is result:  # a result that is the argument itself is bound to the writing node
             continue

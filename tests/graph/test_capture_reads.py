@@ -1,0 +1,93 @@
+"""Values that a forward reads into Python: guards, refusals, and modules kept whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fxchimera_passes.capture import capture, recapture
+from fxchimera_passes.errors import CaptureError
+from tests.graph.recorded import Branch, Two, Wrapped, assert_same, build, check, data, find
+
+
+class Masked(Two):
+    def between(self, x, mask):
+        if mask.all():
+            return x
+        return x * mask[:, None]
+
+
+def test_a_branch_on_an_input_is_a_guard():
+    full, part = torch.ones(3), torch.tensor([1.0, 0.0, 1.0])
+    captured = check(build(Masked), data(), full)
+    (guard,) = captured.guards
+    assert guard.expected is True
+    assert guard.line.startswith(__file__)
+    assert guard.holds((data(), full))
+    assert guard.holds((data(5), torch.ones(5)))
+    assert not guard.holds((data(), part))
+    other = recapture(captured, (data(), part), {}, training=True)
+    assert_same(other, data(), part)
+    assert not other.guards[0].holds((data(), full))
+
+
+def test_a_guard_replays_writes_and_leaves_the_batch_alone():
+    class Model(Two):
+        def between(self, x, mask):
+            counts = mask.clone()
+            counts[0].add_(5)
+            mask.add_(1)
+            return x * int(counts.sum()) + int(mask.sum())
+
+    mask = torch.zeros(3, dtype=torch.long)
+    captured = check(build(Model), data(), mask)
+    assert torch.equal(mask, torch.zeros(3, dtype=torch.long))
+    assert [guard.expected for guard in captured.guards] == [5, 3]
+    assert all(guard.holds((data(), mask)) for guard in captured.guards)
+    assert torch.equal(mask, torch.zeros(3, dtype=torch.long))
+
+
+def test_a_value_that_depends_on_nothing_needs_no_guard():
+    class Model(Two):
+        def between(self, x):
+            return x * int(torch.arange(4).sum())
+
+    captured = check(build(Model))
+    assert captured.guards == ()
+
+
+@pytest.mark.parametrize("read", ["x.sum() > 0", "torch.rand(()) > 2", "self.first.weight.sum().item() > 0"])
+def test_a_branch_on_parameters_or_chance_at_the_root_is_refused(read):
+    class Model(Two):
+        def between(self, x):
+            if eval(read):
+                return x
+            return -x
+
+    with pytest.raises(CaptureError, match=r"reads\.py:\d+: (bool|item)\(\) reads a value that depends on .*submodule"):
+        capture(build(Model), (data(),), {})
+
+
+def test_a_branch_in_a_submodule_keeps_it_whole():
+    captured = check(build(lambda: Wrapped(Branch())))
+    assert "inner" not in captured.open_modules
+    assert "depends on" in captured.report.closed["inner"]
+    assert find(captured, "inner")
+
+
+def test_a_value_needed_for_a_shape_keeps_the_module_whole():
+    class Select(Branch):
+        def forward(self, x):
+            y = self.layer(x)
+            return y * y[y > 0].mean()
+
+    captured = check(build(lambda: Wrapped(Select())))
+    assert "inner" in captured.report.closed
+
+
+def test_iterating_over_rows():
+    class Model(Two):
+        def between(self, x):
+            return torch.stack([row * index for index, row in enumerate(x)])
+
+    check(build(Model))

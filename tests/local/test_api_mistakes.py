@@ -1,0 +1,282 @@
+"""What is refused, with which words, and that nothing has happened by then; and what a failed step leaves."""
+
+from __future__ import annotations
+
+import _thread
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
+
+import fxchimera
+from fxchimera import BatchError, CaptureError, FxChimeraError, PartitionError, PipelineError, ScheduleError
+from fxchimera.schedule import make_order
+from tests.local.toys import WIDTH, Tanh, chain, data, plain, seeded, wrapped
+from tests.parity import Outcome, assert_close, assert_same_tensors, gradients_of
+
+# ---------------------------------------------------------------------- at wrap
+
+
+def test_an_odd_number_of_stages_is_refused_by_chimera_with_the_reason() -> None:
+    x, y = data(6)
+    with pytest.raises(ScheduleError, match="even number of stages, got num_stages=3.*1f1b"):
+        wrapped(chain(6), x, num_stages=3, n_microbatches=4)
+    model = chain(6)
+    with wrapped(model, x, num_stages=3, n_microbatches=4, schedule="1f1b") as pipe:
+        found = Outcome(pipe.step(x, target=y), gradients_of(model))
+    assert_close(found, plain(chain(6), lambda m: F.mse_loss(m(x), y)), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"num_stages": 4, "n_microbatches": 2, "schedule": "zigzag"}, ScheduleError, "unknown schedule 'zigzag'.*'chimera'"),
+        ({"num_stages": 0, "n_microbatches": 2}, FxChimeraError, "0"),
+        ({"num_stages": 2, "n_microbatches": 0}, FxChimeraError, "0"),
+        ({"num_stages": 2, "n_microbatches": 9}, BatchError, "8 rows cannot be divided into n_microbatches=9"),
+        ({"num_stages": 9, "n_microbatches": 2, "schedule": "1f1b"}, PartitionError, "9 stages were asked for.*at most 8"),
+        ({"num_stages": 2, "n_microbatches": 2, "cost": "guess"}, FxChimeraError, "guess"),
+        ({"num_stages": 2, "n_microbatches": 2, "split_points": ["nowhere"]}, PartitionError, "nowhere"),
+        ({"num_stages": 2, "n_microbatches": 2, "args_chunk_spec": (None, None)}, BatchError, "2 entries for 1 positional"),
+        ({"num_stages": 2, "n_microbatches": 2, "kwargs_chunk_spec": {"m": None}}, BatchError, r"names \['m'\]"),
+        ({"num_stages": 2, "n_microbatches": 2, "args_chunk_spec": (TensorChunkSpec(4),)}, BatchError, "names dimension 4"),
+        ({"num_stages": 2, "n_microbatches": 4, "schedule": make_order("gpipe", 2, 3)}, FxChimeraError, r"\(2, 3\).*\(2, 4\)"),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else None,
+)
+def test_options_that_do_not_fit(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    x, _ = data(8)
+    threads = threading.active_count()
+    with pytest.raises(error, match=text):
+        wrapped(chain(8), x, **options)
+    assert threading.active_count() == threads
+
+
+class Bare(nn.Module):
+    """Three layers with parameters and long stretches without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.last = nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(6):
+            x = self.act(x).cumsum(0)
+        return self.last(x)
+
+
+def test_a_stage_that_would_own_no_parameter_is_named() -> None:
+    x, _ = data(6)
+    with pytest.raises(PartitionError, match="at most 2 that own a parameter"):
+        wrapped(seeded(Bare), x, num_stages=4, n_microbatches=2)
+    with pytest.raises(PartitionError, match=r"stage 1 .*own no parameter"):
+        wrapped(seeded(Bare), x, num_stages=3, n_microbatches=2, schedule="1f1b", split_points=["act", "last"])
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Tanh() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if float(x.sum()) > 0:  # the recording cannot keep both ways
+                x = x + 1
+        return x
+
+
+def test_a_model_that_cannot_be_recorded_is_refused_with_the_users_line() -> None:
+    x, _ = data(6)
+    with pytest.raises(CaptureError, match=r"test_api_mistakes\.py:\d+"):
+        wrapped(seeded(Branching), x, num_stages=2, n_microbatches=2)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.seen = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return torch.tanh(self.linear(x))
+
+
+class Averaging(nn.Module):
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        self.average.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        return y
+
+
+@pytest.mark.parametrize(("kind", "text"), [(Counting, r"'1'.*Counting.*seen"), (Averaging, r"'1\.average'")])
+def test_state_outside_parameters_needs_one_copy_of_each_stage(kind: type[nn.Module], text: str) -> None:
+    """Two copies could not agree, so chimera refuses by name; with one copy the model trains as the plain loop does."""
+    x, y = data(8)
+
+    def build() -> nn.Module:
+        return seeded(lambda: nn.Sequential(Tanh(), kind(), Tanh(), Tanh()))
+
+    with pytest.raises(FxChimeraError, match=text + '.*schedule="1f1b"'):
+        wrapped(build(), x, num_stages=2, n_microbatches=4)
+    model, reference = build(), build()
+    with wrapped(model, x, num_stages=2, n_microbatches=4, schedule="1f1b") as pipe:
+        found = Outcome(pipe.step(x, target=y), gradients_of(model))
+    for rows, wanted in zip(x.chunk(4), y.chunk(4), strict=True):
+        (F.mse_loss(reference(rows), wanted) / 4).backward()
+    assert_close(found, Outcome(found.loss, gradients_of(reference)), 1e-12)
+    torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=1e-12, atol=0.0)
+    assert getattr(model[1], "seen", 4) == 4  # type: ignore[index]
+
+
+# ---------------------------------------------------------------------- at a step
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "text"),
+    [
+        (lambda x, y: (x[:3],), lambda x, y: {"target": y[:3]}, "3 rows cannot be divided into n_microbatches=4"),
+        (lambda x, y: (x,), lambda x, y: {"target": y[:7]}, r"argument 0 \(8, 6\), target \(7, 6\)"),
+        (lambda x, y: (), lambda x, y: {"target": None}, "no tensor with a batch dimension"),
+    ],
+)
+def test_a_batch_that_cannot_be_divided(args: Any, kwargs: Any, text: str) -> None:
+    x, y = data(8)
+    model = chain(4)
+    with wrapped(model, x, num_stages=2, n_microbatches=4) as pipe:
+        with pytest.raises(BatchError, match=text):
+            pipe.step(*args(x, y), **kwargs(x, y))
+        found = Outcome(pipe.step(x, target=y), gradients_of(model))
+    assert_close(found, plain(chain(4), lambda m: F.mse_loss(m(x), y)), 1e-12)
+
+
+def test_a_step_without_gradients_is_refused() -> None:
+    x, y = data(8)
+    with wrapped(chain(4), x, num_stages=2, n_microbatches=4) as pipe, torch.no_grad():
+        with pytest.raises(FxChimeraError, match="no_grad"):
+            pipe.step(x, target=y)
+        pipe.evaluate(x, target=y)
+
+
+def moody(trouble: BaseException | Callable[[], None]) -> tuple[nn.Sequential, Callable[[int], None]]:
+    """A chain whose third layer has a hook, and a function that arms it: so many more calls pass, then the hook makes trouble."""
+    model = chain(4)
+    passes: list[int] = []
+
+    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        if passes:
+            passes[0] -= 1
+            if passes[0] < 0:
+                if isinstance(trouble, BaseException):
+                    raise trouble
+                trouble()
+
+    model[2].register_forward_hook(hook)
+    return model, passes.append
+
+
+@pytest.mark.parametrize(("stages", "schedule"), [(1, "chimera"), (2, "chimera"), (4, "1f1b")])
+def test_an_error_in_the_users_code_names_its_place(stages: int, schedule: str) -> None:
+    """The original is the cause, the earlier gradients are intact, and the pipeline refuses to go on."""
+    x, y = data(8)
+    error = ValueError("planted mistake")
+    model, arm = moody(error)
+    with wrapped(model, x, num_stages=stages, n_microbatches=4, schedule=schedule) as pipe:
+        pipe.step(x, target=y)
+        before = gradients_of(model)
+        arm(2)
+        with pytest.raises(PipelineError, match=r"stage \d \((down|up)\), micro-batch \d.*ValueError: planted mistake") as caught:
+            pipe.step(x, target=y)
+        assert _root_cause(caught.value) is error
+        assert_same_tensors(gradients_of(model), before)
+        for call in (lambda: pipe.step(x, target=y), lambda: pipe(x), lambda: pipe.evaluate(x, target=y)):
+            with pytest.raises(PipelineError, match="planted mistake"):
+                call()
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def test_an_error_in_the_loss_function_names_its_place() -> None:
+    x, y = data(8)
+    armed: list[bool] = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if armed:
+            raise RuntimeError("no loss today")
+        return F.mse_loss(output, target)
+
+    with wrapped(chain(4), x, loss_fn=loss_fn, num_stages=2, n_microbatches=4) as pipe:
+        pipe.step(x, target=y)
+        armed.append(True)
+        with pytest.raises(PipelineError, match="stage 1 .*no loss today"):
+            pipe.step(x, target=y)
+
+
+@pytest.mark.parametrize("where", ["in a rank", "in the caller"])
+@pytest.mark.parametrize("stages", [1, 4])
+def test_ctrl_c_stays_what_it_is_and_leaves_nothing(where: str, stages: int) -> None:
+    """No threads after close, and the gradients of before."""
+    x, y = data(8)
+    threads = threading.active_count()
+    model, arm = moody(KeyboardInterrupt() if where == "in a rank" else _thread.interrupt_main)
+    pipe = wrapped(model, x, num_stages=stages, n_microbatches=4)
+    pipe.step(x, target=y)
+    before = gradients_of(model)
+    arm(1)
+    with pytest.raises(KeyboardInterrupt):
+        pipe.step(x, target=y)
+    assert_same_tensors(gradients_of(model), before)
+    start = time.monotonic()
+    pipe.close()
+    assert threading.active_count() == threads
+    assert time.monotonic() - start < 5.0
+
+
+def test_a_closed_pipeline_says_so() -> None:
+    x, y = data(8)
+    pipe = wrapped(chain(4), x, num_stages=2, n_microbatches=4)
+    pipe.close()
+    for call in (lambda: pipe.step(x, target=y), lambda: pipe(x), lambda: pipe.evaluate(x, target=y)):
+        with pytest.raises(FxChimeraError, match="closed"):
+            call()
+    assert set(pipe.state_dict()) == set(chain(4).state_dict())
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    x, _ = data(8)
+    model = chain(4)
+    with wrapped(model, x, num_stages=2, n_microbatches=4) as pipe:
+        good = seeded(lambda: nn.Sequential(*(Tanh() for _ in range(4))), 5).state_dict()
+        with pytest.raises(FxChimeraError, match=r"missing \['3\.linear\.bias'\]"):
+            pipe.load_state_dict({key: value for key, value in good.items() if key != "3.linear.bias"})
+        with pytest.raises(FxChimeraError, match=r"unexpected \['more'\]"):
+            pipe.load_state_dict({**good, "more": torch.zeros(1)})
+        with pytest.raises(FxChimeraError, match=r"'3\.linear\.bias' has shape \(2,\), the model's \(6,\)"):
+            pipe.load_state_dict({**good, "3.linear.bias": torch.zeros(2)})
+        assert_same_tensors(pipe.state_dict(), chain(4).state_dict())
+        pipe.load_state_dict({"0.linear.bias": good["0.linear.bias"]}, strict=False)
+        assert torch.equal(model[0].linear.bias, good["0.linear.bias"])  # type: ignore[arg-type]
+
+
+def test_the_errors_are_of_one_family() -> None:
+    for error in (BatchError, CaptureError, PartitionError, PipelineError, ScheduleError):
+        assert issubclass(error, FxChimeraError)
+    assert fxchimera.FxChimeraError is FxChimeraError

@@ -1,0 +1,290 @@
+"""Forward-only calls, where the batch dimension is, names, hooks, and what is left of the pipeline in the user's model."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
+
+from fxchimera_passes.structure import flatten
+from tests.local.toys import WIDTH, Tanh, chain, data, plain, seeded, wrapped
+from tests.local.wrapped import step, wrap
+from tests.models import MODELS
+from tests.parity import Outcome, assert_bitwise, assert_close, assert_same_tensors, gradients_of
+
+# ---------------------------------------------------------------------- outputs
+
+
+@dataclass
+class Answer:
+    logits: Tensor
+    extra: dict[str, Any]
+
+
+class Structured(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.body, self.kind = chain(4), kind
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.body(x)
+        return {
+            "tensor": lambda: y,
+            "tuple with None": lambda: (y, None, 3),
+            "dict": lambda: {"a": y, "b": [y.argmax(-1), "text"]},
+            "dataclass": lambda: Answer(y, {"mean": y.mean(), "mask": y > 0}),
+        }[self.kind]()
+
+
+@pytest.mark.parametrize("kind", ["tensor", "tuple with None", "dict", "dataclass"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_call_returns_the_plain_models_structure_and_values(kind: str, n: int) -> None:
+    """P19."""
+    x, _ = data(7)
+    expected = seeded(lambda: Structured(kind)).eval()(x)
+    model = seeded(lambda: Structured(kind))
+    with wrapped(model, x, num_stages=2, n_microbatches=n) as pipe:
+        pipe.eval()
+        found = pipe(x)
+    tensors, structure = flatten(found)
+    wanted, wanted_structure = flatten(expected)
+    assert repr(structure) == repr(wanted_structure)
+    assert type(found) is type(expected)
+    for a, b in zip(tensors, wanted, strict=True):
+        assert not a.requires_grad
+        torch.testing.assert_close(a, b.detach(), rtol=1e-12, atol=1e-14)
+
+
+def test_a_call_runs_in_the_current_mode() -> None:
+    example = MODELS["mlp"](dtype=torch.float64, batch=8, dropout=0.5)
+    with wrap(example, 2, 4) as pipe:
+        noisy = pipe(*example.args)
+        pipe.eval()
+        quiet = pipe(*example.args)
+        torch.testing.assert_close(quiet, example.model(*example.args).detach(), rtol=1e-12, atol=1e-14)
+        assert not torch.allclose(noisy, quiet)
+        assert pipe.train() is pipe
+        assert example.model.training
+    assert all(parameter.grad is None for parameter in example.model.parameters())
+
+
+# ---------------------------------------------------------------------- batch dimensions
+
+
+class BatchSecond(nn.Module):
+    """A recurrent model with (time, batch, features) input, and a mask over time that is the same for all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.GRU(WIDTH, WIDTH), nn.GRU(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *, keep: Tensor) -> Tensor:
+        return (self.head(self.second(self.first(x)[0])[0]) * keep[:, None, None]).mean(0)
+
+
+@pytest.mark.parametrize("schedule", ["chimera", "1f1b"])
+def test_chunk_specs(schedule: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 7, WIDTH, generator=generator, dtype=torch.float64)
+    y = torch.randn(7, WIDTH, generator=generator, dtype=torch.float64)
+    keep = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
+    expected = plain(seeded(BatchSecond), lambda model: F.mse_loss(model(x, keep=keep), y))
+    model = seeded(BatchSecond)
+    with wrapped(
+        model, x, example_kwargs={"keep": keep}, args_chunk_spec=(TensorChunkSpec(1),), kwargs_chunk_spec={"keep": None},
+        num_stages=2, n_microbatches=3, schedule=schedule,
+    ) as pipe:  # fmt: skip
+        assert_close(Outcome(pipe.step(x, keep=keep, target=y), gradients_of(model)), expected, 1e-12)
+
+
+def test_a_target_with_its_batch_second() -> None:
+    x, y = data(7)
+    expected = plain(chain(4), lambda model: F.mse_loss(model(x), y))
+    model = chain(4)
+    loss_fn = lambda output, target: F.mse_loss(output, target.T)  # noqa: E731
+    with wrapped(model, x, loss_fn=loss_fn, target_chunk_spec=TensorChunkSpec(1), num_stages=2, n_microbatches=3) as pipe:
+        assert_close(Outcome(pipe.step(x, target=y.T), gradients_of(model)), expected, 1e-12)
+
+
+# ---------------------------------------------------------------------- names and state
+
+
+class Twelve(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Tanh() for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_names_are_the_models_own() -> None:
+    """P20: a ModuleList of 12; saved at D=4, loaded at 2 and 1 and into the plain model."""
+    x, _ = data(8)
+    expected = seeded(Twelve).state_dict()
+    with wrapped(seeded(Twelve), x, num_stages=4, n_microbatches=4) as pipe:
+        saved = pipe.state_dict()
+        assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in seeded(Twelve).named_parameters()]
+        assert_same_tensors(pipe.state_dict(full=False), expected)
+    assert list(saved) == list(expected)
+    assert_same_tensors(saved, expected)
+    for stages in (2, 1):
+        model = seeded(Twelve, 9)
+        with wrapped(model, x, num_stages=stages, n_microbatches=4) as pipe:
+            pipe.load_state_dict(saved)
+            assert_same_tensors(pipe.state_dict(), expected)
+        assert_same_tensors(model.state_dict(), expected)
+    seeded(Twelve, 9).load_state_dict(saved, strict=True)
+
+
+def test_the_saved_state_is_a_copy() -> None:
+    x, _ = data(8)
+    model = chain(4)
+    with wrapped(model, x, num_stages=2, n_microbatches=2) as pipe:
+        saved = pipe.state_dict()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+    assert_same_tensors(saved, chain(4).state_dict())
+
+
+def test_parameters_are_the_users_own_objects_and_may_be_overwritten() -> None:
+    """Weights swapped in by ``data.copy_`` (EMA) or ``.data =`` are what the next step uses, in both directions."""
+    x, y = data(8)
+    model, other = chain(4), seeded(lambda: nn.Sequential(*(Tanh() for _ in range(4))), 8)
+    with wrapped(model, x, num_stages=2, n_microbatches=4) as pipe:
+        assert all(a is b for a, b in zip(pipe.parameters(), model.parameters(), strict=True))
+        pipe.step(x, target=y)
+        for index, (parameter, wanted) in enumerate(zip(model.parameters(), other.parameters(), strict=True)):
+            parameter.grad = None
+            if index % 2:
+                parameter.data = wanted.detach().clone()
+            else:
+                parameter.data.copy_(wanted)
+        found = Outcome(pipe.step(x, target=y), gradients_of(model))
+    assert_close(found, plain(other, lambda m: F.mse_loss(m(x), y)), 1e-12)
+
+
+# ---------------------------------------------------------------------- hooks
+
+
+@pytest.mark.parametrize(("stages", "schedule"), [(1, "chimera"), (2, "chimera"), (4, "chimera"), (4, "1f1b")])
+def test_hooks_fire_once_a_micro_batch(stages: int, schedule: str) -> None:
+    """They fire in recordings too, so those come first: at wrap and, for the smaller micro-batches, in the first step."""
+    x, y = data(7)
+    model = chain(4)
+    fired: Counter[str] = Counter()
+    for index, layer in enumerate(model):
+        layer.register_forward_pre_hook(lambda *_, i=index: fired.update([f"before {i}"]))  # type: ignore[misc]
+        layer.register_forward_hook(lambda *_, i=index: fired.update([f"after {i}"]))  # type: ignore[misc]
+        if index:  # torch warns about a backward hook on a module whose input needs no gradient
+            layer.register_full_backward_hook(lambda *_, i=index: fired.update([f"back {i}"]))  # type: ignore[misc]
+    with wrapped(model, x, num_stages=stages, n_microbatches=5, schedule=schedule) as pipe:
+        pipe.step(x, target=y)
+        fired.clear()
+        pipe.step(x, target=y)
+        assert fired == {f"{what} {i}": 5 for i in range(4) for what in ("before", "after", "back")[: 3 if i else 2]}
+
+
+def test_a_hook_that_changes_the_output_counts() -> None:
+    x, y = data(8)
+
+    def build() -> nn.Sequential:
+        model = chain(4)
+        model[1].register_forward_hook(lambda module, inputs, output: output * 2)
+        return model
+
+    model = build()
+    with wrapped(model, x, num_stages=4, n_microbatches=4) as pipe:
+        found = Outcome(pipe.step(x, target=y), gradients_of(model))
+    assert_close(found, plain(build(), lambda m: F.mse_loss(m(x), y)), 1e-12)
+
+
+# ---------------------------------------------------------------------- afterwards
+
+
+@pytest.mark.parametrize("name", ["resnet", "tied", "gpt2"])
+def test_the_users_model_is_its_own_again_after_close(name: str) -> None:
+    example = MODELS[name](batch=9, dropout=0.1)
+    before = _identity(example.model)
+    with wrap(example, 4, 4) as pipe:
+        step(pipe, example)
+        pipe.evaluate(*example.args, target=example.target, **example.kwargs)
+    pipe.close()
+    assert _identity(example.model) == before
+    example.model.zero_grad()
+    example.loss(example.model(*example.args, **example.kwargs)).backward()
+    assert all(p.grad is not None for p in example.model.parameters())
+
+
+def _identity(model: nn.Module) -> Any:
+    """Every object that hangs on the model: modules, parameters, buffers, hooks, attributes."""
+    return {
+        name: (
+            id(module),
+            module.training,
+            {key: id(p) for key, p in module._parameters.items()},
+            {key: id(b) for key, b in module._buffers.items()},
+            [len(table) for key, table in sorted(vars(module).items()) if key.endswith("_hooks") and table is not None],
+            sorted(vars(module)),
+            module.forward.__func__ if hasattr(module.forward, "__func__") else module.forward,
+        )
+        for name, module in model.named_modules()
+    }
+
+
+def test_two_pipelines_of_one_model() -> None:
+    """One after the other, and side by side."""
+    example = MODELS["mlp"](batch=8, dropout=0.1)
+    first = wrap(example, 4, 4)
+    one = step(first, example)
+    second = wrap(example, 2, 4, "1f1b")
+    example.model.zero_grad()
+    two = step(second, example)
+    example.model.zero_grad()
+    first.close()
+    assert torch.equal(one.loss, two.loss)
+    assert_bitwise(step(wrap(example, 4, 4), example), one)
+    second.close()
+
+
+def test_twenty_steps_leave_nothing_behind() -> None:
+    """Threads, live tensors and micro-batches in flight are what they were."""
+    example = MODELS["resnet"](batch=9, dropout=0.1)
+    with wrap(example, 4, 4) as pipe:
+        counts = []
+        for number in range(20):
+            step(pipe, example)
+            example.model.zero_grad()
+            if number in (2, 19):
+                counts.append((threading.active_count(), _live_tensors()))
+        replicas = [replica for executor in pipe._engine.executors for replica in executor.replicas.values()]
+        assert [replica.in_flight for replica in replicas] == [0] * 8
+    assert counts[0] == counts[1]
+
+
+def test_close_ends_the_threads_and_may_be_repeated() -> None:
+    before = threading.active_count()
+    example = MODELS["mlp"](batch=8)
+    pipe = wrap(example, 4, 4)
+    assert threading.active_count() > before
+    step(pipe, example)
+    pipe.close()
+    pipe.close()
+    assert threading.active_count() == before
+
+
+def _live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(found), Tensor) for found in gc.get_objects())
