@@ -122,7 +122,7 @@ def reference(
     specs = ChunkSpecs(args=args_chunk_spec, kwargs=kwargs_chunk_spec, target=target_chunk_spec)
     batch = divide(args, kwargs, target, n_microbatches, specs)
     programs = _plan(model, batch, order, split_points, "analytic", None)
-    found = [programs.find(microbatch) for microbatch in batch.microbatches]
+    found = programs.find(batch)
     return run_reference(
         model,
         batch,
@@ -152,7 +152,7 @@ def _order(schedule: Schedule, num_stages: int, n_microbatches: int) -> Order:
 def _plan(model: nn.Module, batch: Batch, order: Order, split_points: Sequence[str], cost: str, world: World | None) -> Programs:
     """Record the first micro-batch and cut the recording; with measured costs every rank uses rank 0's."""
     example = batch.microbatches[0]
-    captured: Captured = capture(model, example.args, example.kwargs, num_stages=order.placement.num_stages)
+    captured: Captured = capture(model, example.args, example.kwargs, num_stages=order.placement.num_stages, opened=split_points)
     for note in captured.report.notes:
         warnings.warn(note, stacklevel=3)
     if cost == "measured":

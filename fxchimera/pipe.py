@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fxchimera.errors import FxChimeraError
+from fxchimera.errors import FxChimeraError, PipelineError
 from fxchimera.planner.table import Plan, costs_of
-from fxchimera.runtime.agreement import Call, agree, agree_on_batch
+from fxchimera.runtime.agreement import Call, agree
 from fxchimera.runtime.engine import Engine, Orders
 from fxchimera.runtime.executor import Job
-from fxchimera.runtime.loss import LossFn, LossWeight, weights_of
-from fxchimera.runtime.losscheck import check_loss
-from fxchimera.runtime.microbatch import Batch, ChunkSpecs, describe_batch, digest, divide, merge
+from fxchimera.runtime.failure import Cause
+from fxchimera.runtime.loss import LossFn, LossWeight
+from fxchimera.runtime.microbatch import ChunkSpecs, merge
 from fxchimera.runtime.norms import clip_gradients
+from fxchimera.runtime.preparation import Preparation
 from fxchimera.runtime.program import Program, Programs
 from fxchimera.runtime.reference import run_reference
 from fxchimera.runtime.results import gather_loss, gather_outputs, gather_timeline
@@ -53,8 +55,7 @@ class Pipeline:
     ) -> None:
         first: Program = programs.first
         self.plan = Plan(first.plan, order.placement, order.name, first.captured.report)
-        self._model, self._programs, self._world, self._specs, self._seed = model, programs, world, specs, seed
-        self._loss_fn, self._loss_weight = loss_fn, loss_weight
+        self._model, self._world = model, world
         self._names = first.captured.parameters
         self._costs = costs_of(first.plan.stages)
         sizes = {name: model.get_parameter(aliases[0]).nbytes for name, aliases in self._names.items()}
@@ -62,11 +63,14 @@ class Pipeline:
         agree(world, "plan", repr(first.plan) + self._orders.step.digest() + repr(sizes))
         self._owner = owner_process(model, first.plan, self._names)
         self._engine = Engine(model, first, self._orders, world)
+        self._preparation = Preparation(
+            model, programs, self._engine, world, loss_fn=loss_fn, loss_weight=loss_weight, specs=specs, seed=seed
+        )
+        self._in_use = threading.Lock()
         self._step = 0
         self._pending: tuple[int, ...] = ()
         self._synchronise = True
         self._timeline: Timeline | None = None
-        self._loss_checked: set[tuple[Program, str]] = set()
 
     # ------------------------------------------------------------------ running
 
@@ -82,26 +86,20 @@ class Pipeline:
         """
         if not torch.is_grad_enabled():
             raise FxChimeraError("step() was called under torch.no_grad(); call pipe(...) or pipe.evaluate(...) for forward only")
+        call = Call.STEP if self._synchronise else Call.UNSYNCHRONISED_STEP
         order = self._orders.step if self._synchronise else self._orders.unsynchronised
-        job = self._prepare(
-            Call.STEP,
-            args,
-            kwargs,
-            target,
-            order=order,
-            loss_scale=float(loss_scale),
-            synchronised=self._synchronise,
-            wants_loss=True,
-        )
-        loss = self._train(job)
-        self._pending = () if self._synchronise else job.pending_steps
-        self._step += 1
+        with self._alone():
+            steps = (*self._pending, self._step)
+            job = self._preparation.job(call, args, kwargs, target, order=order, steps=steps, loss_scale=float(loss_scale))
+            loss = self._train(job)
+            self._pending = () if self._synchronise else steps
+            self._step += 1
         return loss
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward only, without gradients, in the model's current mode; returns the merged output on every rank."""
-        with torch.no_grad():
-            job = self._prepare(Call.FORWARD, args, kwargs, None, order=self._orders.forward, train=False, wants_outputs=True)
+        with self._alone(), torch.no_grad():
+            job = self._preparation.job(Call.FORWARD, args, kwargs, None, order=self._orders.forward, steps=(self._step,))
             results, _ = self._engine.run(job)
             self._engine.share_statistics()
             outputs = gather_outputs(self._world, results)
@@ -109,17 +107,16 @@ class Pipeline:
 
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
         """Return the loss of one batch in evaluation mode, without gradients; every module's mode is as before afterwards."""
-        modes = [(module, module.training) for module in self._model.modules()]
-        self._model.eval()
-        try:
-            with torch.no_grad():
-                order = self._orders.forward
-                job = self._prepare(Call.EVALUATE, args, kwargs, target, order=order, train=False, wants_loss=True)
+        with self._alone(), torch.no_grad():
+            modes = [(module, module.training) for module in self._model.modules()]
+            self._model.eval()
+            try:
+                job = self._preparation.job(Call.EVALUATE, args, kwargs, target, order=self._orders.forward, steps=(self._step,))
                 results, _ = self._engine.run(job)
                 return gather_loss(self._world, results, job.weights)
-        finally:
-            for module, training in modes:
-                module.training = training
+            finally:
+                for module, training in modes:
+                    module.training = training
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set training mode, as on ``nn.Module``."""
@@ -134,7 +131,7 @@ class Pipeline:
     def no_sync(self) -> Iterator[None]:
         """Promise, on every rank, that the gradients of the steps inside may stay where they are.
 
-        They are added to the owners' ``.grad`` by the first step outside.
+        They are added to the owners' ``.grad`` by the first step outside; until then ``.grad`` is as it was.
         """
         before = self._synchronise
         self._synchronise = False
@@ -157,7 +154,16 @@ class Pipeline:
             yield parameter
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip by the norm of all gradients of the model, each parameter counted once; returns that norm, the same everywhere."""
+        """Clip by the norm of all gradients of the model, each parameter counted once; returns that norm, the same everywhere.
+
+        Raises:
+            FxChimeraError: Steps under ``no_sync`` have left gradients that are not at their owners yet.
+        """
+        if self._pending:
+            raise FxChimeraError(
+                f"clip_grad_norm_ was called after {len(self._pending)} steps under no_sync(), whose gradients are not in .grad yet; "
+                "clip after the step that exchanges them"
+            )
         return clip_gradients(self._engine.owned, list(self._names), self._world, max_norm, norm_type)
 
     def state_dict(self, *, full: bool = True) -> dict[str, Any]:
@@ -192,14 +198,18 @@ class Pipeline:
         """
         if self._pending:
             raise FxChimeraError("verify() cannot run between a step under no_sync() and the step that exchanges its gradients")
+        with self._alone():
+            return self._verify(args, kwargs, target)
+
+    def _verify(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Verification:
         state = self.state_dict()
         grads = {name: parameter.grad for name, parameter in self.named_parameters()}
         buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
-        job = self._prepare(Call.STEP, args, kwargs, target, order=self._orders.step, wants_loss=True)
+        job = self._preparation.job(Call.STEP, args, kwargs, target, order=self._orders.step, steps=(self._step,))
         try:
             for parameter in self.parameters():
                 parameter.grad = None
-            loss = self._train(job)
+            loss = self._train(job, hooks=False)
             own = {name: parameter.grad for name, parameter in self.named_parameters()}
         finally:
             for name, parameter in self.named_parameters():
@@ -217,62 +227,24 @@ class Pipeline:
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is not None:  # the other ranks need not wait for this one
+            self._world.failure.report(Cause(self._world.process, f"the caller left the pipeline: {type(error).__name__}: {error}"))
         self.close()
 
     # ------------------------------------------------------------------ details
 
-    def _prepare(
-        self,
-        call: Call,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        target: Any,
-        *,
-        order: Order,
-        loss_scale: float = 1.0,
-        synchronised: bool = True,
-        train: bool = True,
-        wants_loss: bool = False,
-        wants_outputs: bool = False,
-    ) -> Job:
-        """Divide and check the batch on every rank, agree on it, and make the job."""
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Let one thread at a time use the ranks; another is refused, because waiting could mean for ever."""
+        if not self._in_use.acquire(blocking=False):
+            raise FxChimeraError("the pipeline is at work for another call (from another thread, or a hook); make one call at a time")
+        try:
+            yield
+        finally:
+            self._in_use.release()
 
-        def make() -> tuple[Job, int, str]:
-            batch = divide(args, kwargs, target, order.placement.n_microbatches, self._specs)
-            programs = tuple(self._programs.find(microbatch) for microbatch in batch.microbatches)
-            if wants_loss:
-                self._check_loss(programs, batch)
-            job = Job(
-                step=self._step,
-                seed=self._seed,
-                batch=batch,
-                programs=programs,
-                order=order,
-                weights=weights_of(batch, self._loss_weight, self._loss_fn, programs) if wants_loss else (),
-                loss_fn=self._loss_fn,
-                loss_scale=loss_scale,
-                pending_steps=(*self._pending, self._step),
-                train=train,
-                synchronised=synchronised,
-                wants_loss=wants_loss,
-                wants_outputs=wants_outputs,
-            )
-            return job, digest(batch), describe_batch(batch)
-
-        self._world.failure.check()
-        if self._engine.closed:
-            raise FxChimeraError("this pipeline has been closed; wrap the model again to go on")
-        return agree_on_batch(self._world, call, make)
-
-    def _check_loss(self, programs: Sequence[Program], batch: Batch) -> None:
-        for program, microbatch in zip(programs, batch.microbatches, strict=True):
-            key = (program, describe_batch(Batch((microbatch,), microbatch.rows)))
-            if key not in self._loss_checked:
-                check_loss(program.captured, microbatch.target, self._loss_fn)
-                self._loss_checked.add(key)
-
-    def _train(self, job: Job) -> torch.Tensor:
+    def _train(self, job: Job, *, hooks: bool = True) -> torch.Tensor:
         """Run a step; gradients change only when every rank has come to its end."""
         try:
             results, self._timeline = self._engine.run(job)
@@ -280,7 +252,11 @@ class Pipeline:
         except BaseException:
             self._engine.abandon()
             raise
-        self._engine.commit(job)
+        try:
+            self._engine.commit(job, hooks=hooks)
+        except Exception as error:  # a hook of the user's, when other ranks are past it
+            text = f"after the step, in a hook on a parameter: {type(error).__name__}: {error}"
+            raise self._world.failure.report(Cause(self._world.process, text)).error() from error
         return loss
 
     def _timelines(self) -> tuple[Timeline, ...]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from fxchimera.errors import BatchError, FxChimeraError
 from fxchimera.runtime.world import World
 
-__all__ = ["Call", "agree", "agree_on_batch"]
+__all__ = ["Call", "Prepared", "agree", "agree_on_batch"]
 
 _T = TypeVar("_T")
 
@@ -23,6 +24,22 @@ class Call(IntEnum):
     STEP = 0
     FORWARD = 1
     EVALUATE = 2
+    UNSYNCHRONISED_STEP = 3
+
+    @property
+    def words(self) -> str:
+        """The name for people."""
+        return {Call.STEP: "step", Call.FORWARD: "forward", Call.EVALUATE: "evaluate"}.get(self, "step under no_sync")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared(Generic[_T]):
+    """A prepared batch: a word for what must agree exactly, one for its values, and a description for the error."""
+
+    value: _T
+    signature: int
+    content: int
+    description: str
 
 
 def agree(world: World, what: str, text: str) -> None:
@@ -39,38 +56,50 @@ def agree(world: World, what: str, text: str) -> None:
         )
 
 
-def agree_on_batch(world: World, call: Call, prepare: Callable[[], tuple[_T, int, str]]) -> _T:
+def agree_on_batch(
+    world: World, call: Call, prepare: Callable[[], Prepared[_T]], trainable: int, settle: Callable[[], int]
+) -> _T:
     """Collective: prepare a batch on every rank, and go on only if it is the same on all.
 
-    ``prepare`` returns the prepared value, a digest of what must agree, and a description for the error.
+    ``trainable`` is a word for which parameters the rank takes as frozen; if it differs, ``settle`` brings the ranks together and
+    the batch is prepared once more.
 
     Raises:
         BatchError: Another rank refused its batch, makes another call, or has another batch.
     """
-    prepared: _T | None = None
+    prepared: Prepared[_T] | None = None
     error: Exception | None = None
-    digest, description = 0, ""
     try:
-        prepared, digest, description = prepare()
+        prepared = prepare()
     except Exception as failure:
         error = failure
-        description = f"{type(failure).__name__}: {failure}"
-    words = world.gather(torch.tensor([call, int(error is None), digest]))
-    if any(not torch.equal(other, words[0]) for other in words) or error is not None:
+    signature, content = (prepared.signature, prepared.content) if prepared is not None else (0, 0)
+    own = torch.tensor([trainable, call, int(error is None), signature, content], device="cpu")
+    words = [other.tolist() for other in world.gather(own)]
+    if any(other[0] != words[0][0] for other in words):
+        return agree_on_batch(world, call, prepare, settle(), lambda: 0)
+    if any(other != words[0] for other in words) or error is not None:
+        description = prepared.description if prepared is not None else f"{type(error).__name__}: {error}"
         descriptions = world.gather_objects(description) if world.num_processes > 1 else [description]
         if error is not None:
             raise error
-        raise BatchError(_disagreement([other.tolist() for other in words], descriptions))
+        raise BatchError(_disagreement([other[1:] for other in words], descriptions))
     assert prepared is not None
-    return prepared
+    return prepared.value
 
 
 def _disagreement(words: list[list[int]], descriptions: list[str]) -> str:
-    refused = [rank for rank, (_, ok, _) in enumerate(words) if not ok]
+    refused = [rank for rank, (_, ok, _, _) in enumerate(words) if not ok]
     if refused:
         return f"rank {refused[0]} refused its batch: {descriptions[refused[0]]}"
-    if len({call for call, _, _ in words}) > 1:
-        calls = ", ".join(f"rank {rank} {Call(call).name.lower()}" for rank, (call, _, _) in enumerate(words))
+    if len({call for call, _, _, _ in words}) > 1:
+        calls = ", ".join(f"rank {rank} {Call(call).words}" for rank, (call, _, _, _) in enumerate(words))
         return f"the ranks make different calls: {calls}; every rank must make the same calls in the same order"
-    listing = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(descriptions))
-    return f"the ranks of a pipeline must pass the same batch, but passed {listing}"
+    if len({signature for _, _, signature, _ in words}) > 1:
+        listing = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(descriptions))
+        return f"the ranks of a pipeline must pass the same batch, but passed {listing}"
+    odd = [rank for rank, (_, _, _, content) in enumerate(words) if content != words[0][3]]
+    return (
+        f"the ranks of a pipeline must pass the same batch, but the values on ranks {odd} differ from those on rank 0 (shapes and "
+        f"dtypes agree: {descriptions[0]}); seed and shard every rank's data loader alike"
+    )

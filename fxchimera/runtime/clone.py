@@ -2,31 +2,25 @@
 
 ``functional_call`` on a shared module is not thread-safe and a second copy of a stage needs ``.grad`` of its own, so a mirror
 replica gets its own module objects.  Parameters and buffers are never copied here: the caller says what stands in their place.
+What the user sets on the originals later (attributes, hooks, the mode) is taken over before every call.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from fxchimera.errors import FxChimeraError
+from fxchimera.runtime.settings import HOOK_TABLES, attributes, frozen, hooks
 
-__all__ = ["clone_modules", "set_by_name"]
+__all__ = ["Follower", "clone_modules", "set_by_name"]
 
-_HOOK_TABLES = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
+_HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 
 
 def clone_modules(root: nn.Module, model: nn.Module, names: Iterable[str], memo: dict[int, Any]) -> None:
@@ -42,8 +36,11 @@ def clone_modules(root: nn.Module, model: nn.Module, names: Iterable[str], memo:
         memo.setdefault(id(tensor), tensor)
     for name in sorted(names):
         original = model.get_submodule(name)
-        _share_hooks(original, memo)
-        _share_configurations(original, memo)
+        inside = {id(child) for child in original.modules()}
+        for child in original.modules():
+            _share_hooks(child, inside, memo)
+            for value in attributes(child).values():
+                _share(value, memo)
         try:
             clone = copy.deepcopy(original, memo)
         except Exception as error:
@@ -52,6 +49,55 @@ def clone_modules(root: nn.Module, model: nn.Module, names: Iterable[str], memo:
                 'Use a schedule with one copy of each stage (schedule="1f1b"), or make the module deep-copyable'
             ) from error
         set_by_name(root, name, clone)
+
+
+class Follower:
+    """Keeps clones in step with what the user sets on the original modules."""
+
+    def __init__(self, memo: dict[int, Any]) -> None:
+        self._memo = memo
+        self._pairs: dict[int, tuple[nn.Module, nn.Module, set[int]]] = {}
+        self._known: dict[int, dict[str, Hashable]] = {}
+        self._hooks: dict[int, Hashable] = {}
+
+    def add(self, original: nn.Module, clone: nn.Module) -> None:
+        """Follow ``original``, of which ``clone`` has just been made, and the modules inside."""
+        inside = {id(child) for child in original.modules()}
+        for theirs, ours in zip(original.modules(), clone.modules(), strict=True):
+            if id(theirs) not in self._pairs:
+                self._pairs[id(theirs)] = theirs, ours, inside
+                self._known[id(theirs)] = _pictures(theirs, {})
+                self._hooks[id(theirs)] = hooks(theirs)
+
+    def follow(self) -> None:
+        """Take over what has changed since."""
+        seen: dict[int, Hashable] = {}
+        for key, (theirs, ours, inside) in self._pairs.items():
+            ours.training = theirs.training
+            if (now := _pictures(theirs, seen)) != self._known[key]:
+                self._take_over(theirs, ours, self._known[key], now)
+                self._known[key] = now
+            if (present := hooks(theirs)) != self._hooks[key]:
+                self._rehook(theirs, ours, inside)
+                self._hooks[key] = present
+
+    def _take_over(self, theirs: nn.Module, ours: nn.Module, before: dict[str, Hashable], now: dict[str, Hashable]) -> None:
+        for name in before.keys() - now.keys():
+            vars(ours).pop(name, None)
+        for name, value in attributes(theirs).items():
+            if name not in before or now[name] != before[name]:
+                self._memo.pop(id(value), None)  # a container whose content has changed
+                _share(value, self._memo)
+                vars(ours)[name] = copy.deepcopy(value, self._memo)
+
+    def _rehook(self, theirs: nn.Module, ours: nn.Module, inside: set[int]) -> None:
+        _share_hooks(theirs, inside, self._memo)
+        for table in HOOK_TABLES:
+            entries = vars(theirs).get(table) or {}
+            setattr(ours, table, OrderedDict((k, copy.deepcopy(hook, self._memo)) for k, hook in entries.items()))
+        for flags in _HOOK_FLAGS:
+            setattr(ours, flags, OrderedDict(vars(theirs).get(flags) or {}))
+        ours._is_full_backward_hook = theirs._is_full_backward_hook
 
 
 def set_by_name(root: nn.Module, name: str, value: nn.Module | torch.Tensor) -> None:
@@ -70,19 +116,25 @@ def set_by_name(root: nn.Module, name: str, value: nn.Module | torch.Tensor) -> 
         holder._buffers[last] = value
 
 
-def _share_hooks(module: nn.Module, memo: dict[int, Any]) -> None:
+def _pictures(module: nn.Module, seen: dict[int, Hashable]) -> dict[str, Hashable]:
+    return {name: frozen(value, seen, objects=False) for name, value in attributes(module).items()}
+
+
+def _share_hooks(module: nn.Module, inside: set[int], memo: dict[int, Any]) -> None:
     """Hooks are the user's objects and see both copies, unless they are methods of a module that is cloned itself."""
-    inside = {id(child) for child in module.modules()}
-    for child in module.modules():
-        for table in _HOOK_TABLES:
-            for hook in (getattr(child, table, None) or {}).values():
-                if id(getattr(hook, "__self__", None)) not in inside:
-                    memo[id(hook)] = hook
+    for table in HOOK_TABLES:
+        for hook in (getattr(module, table, None) or {}).values():
+            if id(getattr(hook, "__self__", None)) not in inside:
+                memo[id(hook)] = hook
 
 
-def _share_configurations(module: nn.Module, memo: dict[int, Any]) -> None:
-    """A configuration object (the ``config`` of transformers' modules) stays one for all copies, so a later change reaches all."""
-    for child in module.modules():
-        config = getattr(child, "config", None)
-        if type(config).__name__.endswith("Config"):
-            memo[id(config)] = config
+def _share(value: Any, memo: dict[int, Any]) -> None:
+    """Let all copies have one and the same: a configuration, so that a change reaches all, and a tensor that is no buffer."""
+    if isinstance(value, torch.Tensor) or type(value).__name__.endswith("Config"):
+        memo.setdefault(id(value), value)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _share(item, memo)
+    elif type(value) is dict:
+        for item in value.values():
+            _share(item, memo)

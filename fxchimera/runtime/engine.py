@@ -14,9 +14,11 @@ from fxchimera.runtime.crew import Crew
 from fxchimera.runtime.distributed import DistributedTransport
 from fxchimera.runtime.exchange import Exchange, sync_edges
 from fxchimera.runtime.executor import Executor, Job, Result
+from fxchimera.runtime.inspection import Inspection
 from fxchimera.runtime.local import LocalTransport
 from fxchimera.runtime.program import Program
 from fxchimera.runtime.replica import Replica
+from fxchimera.runtime.safety import refuse_unsafe
 from fxchimera.runtime.transport import Transport
 from fxchimera.runtime.world import LocalWorld, World
 from fxchimera.schedule.check import check
@@ -26,13 +28,9 @@ from fxchimera.schedule.order import Order
 from fxchimera.schedule.profile import Costs
 from fxchimera.schedule.timeline import Timeline
 from fxchimera_passes.capture.state import without_cache
-from fxchimera_passes.captured import info
 from fxchimera_passes.plan import StagePlan
 
 __all__ = ["Engine", "Orders"]
-
-_REBUILT = {"_flat_weights", "_flat_weight_refs"}  # a recurrent layer's list of its own parameters, made anew when they change
-
 
 @dataclass(frozen=True, slots=True)
 class Orders:
@@ -71,7 +69,7 @@ class Engine:
         self.world = world
         self._model = model
         self.placement = orders.step.placement
-        self._refuse_unsafe(program)
+        self.accept(program)
         local = isinstance(world, LocalWorld)
         channels = sorted({*check(orders.step).channels, *check(orders.forward).channels})
         shared: Transport | None = LocalTransport(channels, world.failure) if local else None
@@ -87,11 +85,24 @@ class Engine:
             exchange = Exchange(rank, self.placement, program.plan, replicas)
             self.executors.append(Executor(rank, self.placement, replicas, exchange, transport, world.failure))
         self.owned = {name: p for executor in self.executors for name, p in executor.exchange.owned.items()}
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        read = dict.fromkeys(name for graph in program.graphs for name in graph.attributes if name in buffers)
         if not local:
             _drop_unowned(model, set(map(id, self.owned.values())))
+        self._inspection = Inspection(model, read)
         self._crew = Crew(self.executors, world.failure)
         # also at interpreter exit: a helper thread that is still in a blocking call then would abort the process
         self._finalizer = weakref.finalize(self, _close, self._crew, self._transports, world)
+
+    def inspect(self) -> None:
+        """Refuse to go on with a model that was changed in a way that the ranks cannot follow.
+
+        Raises:
+            FxChimeraError: The pipeline is closed, or see :meth:`Inspection.check`.
+        """
+        if self.closed:
+            raise FxChimeraError("this pipeline has been closed; wrap the model again to go on")
+        self._inspection.check()
 
     def run(self, job: Job) -> tuple[list[Result], Timeline]:
         """Run a job on this process's ranks; returns their results and the measured timeline of these ranks.
@@ -100,14 +111,17 @@ class Engine:
             PipelineError: A rank failed.
         """
         with without_cache(self._model):  # as in the recording; closed modules read their configuration in every forward
+            for executor in self.executors:
+                for replica in executor.replicas.values():
+                    replica.follow()
             results = self._crew.run(job)
         events = sorted((e for result in results for e in result.events), key=lambda e: (e.start, e.rank, e.end))
         return results, Timeline(f"{job.order.name} (measured)", self.placement, tuple(events))
 
-    def commit(self, job: Job) -> None:
-        """Give the owned parameters the gradients of a job that every rank has ended well."""
+    def commit(self, job: Job, *, hooks: bool = True) -> None:
+        """Give the owned parameters the gradients of a job that every rank has ended well; ``hooks`` calls the user's on them."""
         for executor in self.executors:
-            executor.exchange.commit(synchronised=job.synchronised)
+            executor.exchange.commit(synchronised=job.synchronised, hooks=hooks)
 
     def share_statistics(self) -> None:
         """Collective, after a forward-only call: the owners' batch-norm layers take over what both replicas have seen."""
@@ -133,25 +147,13 @@ class Engine:
         """End threads and connections; may be called more than once."""
         self._finalizer()
 
-    def _refuse_unsafe(self, program: Program) -> None:
-        """Two replicas of a stage cannot share what its modules keep for themselves, but for batch norm's statistics."""
-        if len(self.placement.pipes) < 2:
-            return
-        report = program.captured.report
-        for name, changed in report.stateful.items():
-            attributes = sorted(set(changed) - _REBUILT)
-            if not attributes:
-                continue
-            raise FxChimeraError(
-                f"module {name!r} ({type(program.captured.model.get_submodule(name)).__name__}) changes its attributes "
-                f"{attributes} in forward, which a schedule with two copies of each stage cannot keep consistent; "
-                f'use schedule="1f1b", or keep that state outside the model'
-            )
-        for name in sorted(_written_buffers(program) - _norm_buffers(program.captured.model)):
-            raise FxChimeraError(
-                f"buffer {name!r} is written in forward outside batch norm, which a schedule with two copies of each stage "
-                'cannot keep consistent; use schedule="1f1b"'
-            )
+    def accept(self, program: Program) -> None:
+        """Refuse a recording that the placement cannot run right.
+
+        Raises:
+            FxChimeraError: See :func:`refuse_unsafe`.
+        """
+        refuse_unsafe(program, copies=len(self.placement.pipes), num_processes=self.world.num_processes)
 
 
 def _close(crew: Crew, transports: list[Transport], world: World) -> None:
@@ -160,19 +162,6 @@ def _close(crew: Crew, transports: list[Transport], world: World) -> None:
     for transport in transports:
         transport.close()
     world.close()
-
-
-def _written_buffers(program: Program) -> set[str]:
-    return {name for node in program.captured.graph.nodes for name in info(node).writes}
-
-
-def _norm_buffers(model: nn.Module) -> set[str]:
-    return {
-        f"{name}.{buffer}" if name else buffer
-        for name, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)
-        for buffer in module._buffers
-    }
 
 
 def _drop_unowned(model: nn.Module, owned: set[int]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fxchimera.runtime.batchnorm import Delta, apply_deltas
-from fxchimera.runtime.gradients import GradientSum, add_to_grad, take_gradients
+from fxchimera.runtime.gradients import GradientSum, HeldHooks, add_to_grad, call_back, hooked, take_gradients
 from fxchimera.runtime.message import Payload
 from fxchimera.runtime.replica import Replica
 from fxchimera.schedule.placement import Placement
@@ -62,6 +62,7 @@ class Exchange:
         self._replicas = replicas
         self._sums: dict[str, GradientSum] = {}
         self._earlier: dict[str, torch.Tensor | None] = {}
+        self._hooks: list[HeldHooks] = []
         self._pending: dict[tuple[int, int], dict[str, GradientSum]] = {}
         self._deltas: Statistics = {}
         self.owned: dict[str, nn.Parameter] = {}
@@ -72,7 +73,8 @@ class Exchange:
     # ------------------------------------------------------------------ the step's begin and end
 
     def begin(self) -> None:
-        """Set aside the gradients that earlier steps left on the owned parameters."""
+        """Set aside the gradients that earlier steps left on the owned parameters, and the user's hooks on these."""
+        self._hooks = [HeldHooks(parameter) for parameter in self.owned.values()]
         self._earlier = take_gradients(self.owned)
 
     def close_replica(self, replica: Replica, step: int) -> None:
@@ -90,16 +92,27 @@ class Exchange:
         moments.update({(step, microbatch): deltas for microbatch, deltas in replica.deltas.items()})
         replica.deltas.clear()
 
-    def commit(self, *, synchronised: bool) -> None:
-        """Put gradients back on the owned parameters: the sum of all replicas added to what was there, if ``synchronised``."""
-        for name, parameter in self.owned.items():
-            total = self._sums[name].total() if synchronised and name in self._sums else None
-            add_to_grad(parameter, self._earlier.get(name), total)
-        self._earlier = {}
-        if synchronised:
-            self._sums.clear()
-            self._pending.clear()
-            self._apply_statistics()
+    def commit(self, *, synchronised: bool, hooks: bool = True) -> None:
+        """Put gradients back on the owned parameters: the sum of all replicas added to what was there, if ``synchronised``.
+
+        The user's hooks on a parameter are called with its sum, unless ``hooks`` is false.
+        """
+        self._give_hooks_back()
+        earlier, self._earlier = self._earlier, {}
+        if not synchronised:
+            for name, parameter in self.owned.items():
+                parameter.grad = earlier[name]
+            return
+        totals = {name: total.total() for name, total in self._sums.items()}
+        self._sums.clear()
+        self._pending.clear()
+        self._apply_statistics()
+        with torch.no_grad():  # as hooks are called in a backward
+            for name, parameter in self.owned.items():
+                total = totals.get(name)
+                add_to_grad(parameter, earlier[name], hooked(parameter, total) if hooks else total)
+                if hooks and total is not None:
+                    call_back(parameter)
 
     def take_statistics(self) -> Statistics:
         """Remove and return the statistics noted on this rank and not yet applied."""
@@ -114,6 +127,7 @@ class Exchange:
 
     def abandon(self) -> None:
         """After a failure: give the owned parameters back the gradients they had, and drop the step's."""
+        self._give_hooks_back()
         for name, earlier in self._earlier.items():
             self.owned[name].grad = earlier
         self._earlier = {}
@@ -123,6 +137,11 @@ class Exchange:
         for replica in self._replicas.values():
             replica.forget()
             take_gradients({name: replica.parameters[name] for name in replica.mirrored})
+
+    def _give_hooks_back(self) -> None:
+        for held in self._hooks:
+            held.give_back()
+        self._hooks = []
 
     # ------------------------------------------------------------------ messages
 
@@ -153,7 +172,10 @@ class Exchange:
 
     def alias_local(self) -> None:
         """Refresh the mirrors whose owner is on this very rank."""
-        for replica in self._replicas.values():
+        for (pipe, stage), replica in self._replicas.items():
+            if pipe and (0, stage) in self._replicas:
+                for name, buffer in replica.buffers.items():
+                    buffer.copy_(self._replicas[0, stage].buffers[name])
             for name in replica.mirrored:
                 if name in self.owned and replica.parameters[name].data_ptr() != self.owned[name].data_ptr():
                     replica.parameters[name].data = self.owned[name].detach()

@@ -137,8 +137,6 @@ class _Run:
 
     def begin(self) -> None:
         """Post all receives and set earlier gradients aside."""
-        for replica in self._replicas.values():
-            replica.follow_modes()
         if self._job.train:
             self._exchange.begin()
         self._exchange.alias_local()

@@ -3,6 +3,9 @@
 A parameter has one owner and a mirror in every other replica that reads it.  Each replica sums over its micro-batches, ascending;
 then the uses of a tied parameter are added by stage, ascending; then the pipelines, down before up.  The plain reference sums in
 the same order, which is what makes bitwise comparison meaningful.
+
+A user's hook on a parameter expects the gradient of the batch, as one plain backward gives it.  So hooks rest while the
+micro-batches run and are called once, by the owner, on the sum.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-__all__ = ["GradientSum", "add_to_grad", "take_gradients"]
+__all__ = ["GradientSum", "HeldHooks", "add_to_grad", "call_back", "hooked", "take_gradients"]
 
 Use = tuple[int, int]  # (pipe, stage) of the replica that read the parameter
 
@@ -39,6 +42,38 @@ class GradientSum:
             assert partial is not None
             total = partial if total is None else total + partial
         return total
+
+
+class HeldHooks:
+    """Takes the hooks off a parameter until ``give_back``; their handles stay valid."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        tables = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+        self._kept = [(table, dict(table)) for table in tables if table]
+        for table, _ in self._kept:
+            table.clear()
+
+    def give_back(self) -> None:
+        """Put the hooks back; does nothing the second time."""
+        for table, hooks in self._kept:
+            table.update(hooks)
+        self._kept = []
+
+
+def hooked(parameter: nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Return what the user's hooks on ``parameter`` make of its gradient."""
+    if gradient is None:
+        return None
+    for hook in list((parameter._backward_hooks or {}).values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
+
+
+def call_back(parameter: nn.Parameter) -> None:
+    """Call the user's post-accumulate-grad hooks on ``parameter``."""
+    for hook in list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
+        hook(parameter)
 
 
 def take_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor | None]:

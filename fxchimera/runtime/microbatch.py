@@ -8,7 +8,6 @@ given to every micro-batch.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +16,13 @@ import torch
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
 from fxchimera.errors import BatchError
+from fxchimera.runtime.settings import frozen
 from fxchimera_passes.structure import Structure, flatten
 
-__all__ = ["Batch", "ChunkSpecs", "MicroBatch", "describe", "describe_batch", "digest", "divide", "merge"]
-
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of objects that print no better; it differs between processes
+__all__ = ["Batch", "ChunkSpecs", "MicroBatch", "describe", "describe_batch", "digest", "divide", "merge", "sample"]
 
 Dimension = TensorChunkSpec | int | None
+_SAMPLED = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +104,16 @@ def merge(outputs: Sequence[Any], rows: Sequence[int]) -> Any:
     """Put the outputs of the micro-batches together: rows are concatenated, scalars averaged by rows, equal values kept.
 
     Raises:
-        BatchError: An output tensor neither starts with the micro-batch's rows nor is the same for every micro-batch.
+        BatchError: An output tensor neither starts with the micro-batch's rows nor is the same for every micro-batch, or what is
+            no tensor differs.
     """
     flat = [flatten(output) for output in outputs]
+    kinds = list(dict.fromkeys(describe(structure) for _, structure in flat))
+    if len(kinds) > 1:
+        raise BatchError(
+            "the outputs of the micro-batches cannot be merged, because what is no tensor in them differs between micro-batches: "
+            f"{kinds[0]} and {kinds[1]}. Return tensors whose first dimension is the batch"
+        )
     merged = []
     for position in range(flat[0][1].count):
         merged.append(_merge_tensor([tensors[position] for tensors, _ in flat], rows, position))
@@ -118,6 +124,18 @@ def digest(batch: Batch) -> int:
     """Return 63 bits that agree on two ranks iff shapes, dtypes and plain values of their batches do."""
     text = repr([(_key(m.inputs), describe(m.structure), m.rows, _key(flatten(m.target)[0])) for m in batch.microbatches])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def sample(batch: Batch) -> int:
+    """Return 63 bits that differ, most likely, between two ranks whose batches have other values.
+
+    Some values of every tensor are looked at, evenly spread, so that the cost does not grow with the batch.
+    """
+    hashed = hashlib.blake2b(digest_size=8)
+    for microbatch in batch.microbatches:
+        for tensor in (*microbatch.inputs, *flatten(microbatch.target)[0]):
+            hashed.update(_some_bytes(tensor))
+    return int.from_bytes(hashed.digest(), "big") >> 1
 
 
 def describe_batch(batch: Batch) -> str:
@@ -132,7 +150,15 @@ def describe_batch(batch: Batch) -> str:
 
 def describe(structure: Structure) -> str:
     """Return a text of the structure's plain values that is the same in every process."""
-    return _ADDRESS.sub("", repr(structure))
+    return repr(frozen(structure.spec))
+
+
+def _some_bytes(tensor: torch.Tensor) -> bytes:
+    if tensor.layout != torch.strided or tensor.numel() == 0:
+        return b""
+    places = torch.arange(_SAMPLED, device="cpu") * max(tensor.numel() // _SAMPLED, 1) % tensor.numel()
+    picked = tensor.detach()[torch.unravel_index(places.to(tensor.device), tensor.shape)] if tensor.dim() else tensor.detach()
+    return picked.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
 
 
 def _key(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:

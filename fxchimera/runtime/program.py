@@ -6,13 +6,13 @@ tensors: a rank may not have the other stages' weights any more) and kept.  The 
 
 from __future__ import annotations
 
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch import nn
-
-from fxchimera.runtime.microbatch import MicroBatch, describe
+from fxchimera.runtime.microbatch import Batch, MicroBatch
+from fxchimera.runtime.settings import frozen, settings
 from fxchimera_passes.capture import recapture
 from fxchimera_passes.captured import Captured, TensorMeta
 from fxchimera_passes.plan import Stage, StagePlan
@@ -21,6 +21,9 @@ from fxchimera_passes.stages import transfer
 from fxchimera_passes.targets import CountedTargets, counted_targets
 
 __all__ = ["Program", "Programs"]
+
+_KEPT = 64  # recordings by signature and settings; the least recently used go first
+_MANY = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,46 +53,81 @@ class Program:
         return tuple(value.meta for value in self.stage(stage).sent if value.meta.requires_grad)
 
 
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """What one recording fits: the arguments, the tensors among them, and all that the user can set on the model."""
+
+    arguments: Hashable
+    tensors: Hashable
+    settings: tuple[Hashable, ...]
+
+
 class Programs:
-    """Finds, or records, the program of a micro-batch."""
+    """Finds, or records, the programs of a batch."""
 
     def __init__(self, captured: Captured, plan: StagePlan, example: MicroBatch) -> None:
         self._captured = captured
         self._plan = plan
+        self._names = {id(module): name for name, module in captured.model.named_modules()}
+        self._stateful = {name: set(attributes) for name, attributes in captured.report.stateful.items()}
+        self._recordings = 0
         self.first = Program.of(captured, plan)
-        self._cache: dict[Any, list[Program]] = {self._key(example): [self.first]}
+        self._latest = self._key(example, self._settings())
+        self._cache: OrderedDict[_Key, list[Program]] = OrderedDict({self._latest: [self.first]})
 
-    def find(self, microbatch: MicroBatch) -> Program:
-        """Return the program that fits a micro-batch in the model's present mode, recording it if need be.
+    def find(self, batch: Batch, accept: Callable[[Program], None] | None = None) -> tuple[Program, ...]:
+        """Return the program of each micro-batch, with the model as it is set at present, recording it if need be.
+
+        ``accept`` may refuse a new recording by raising.
 
         Raises:
             CaptureError: The model cannot be recorded for this signature.
             PartitionError: The cut does not fit the new recording.
         """
-        known = self._cache.setdefault(self._key(microbatch), [])
+        present = self._settings()
+        return tuple(self._find(microbatch, self._key(microbatch, present), accept) for microbatch in batch.microbatches)
+
+    def _find(self, microbatch: MicroBatch, key: _Key, accept: Callable[[Program], None] | None) -> Program:
+        known = self._cache.setdefault(key, [])
+        self._cache.move_to_end(key)
         for program in known:
             if all(guard.holds(microbatch.inputs) for guard in program.captured.guards):
                 return program
         captured = recapture(self._captured, microbatch.args, microbatch.kwargs, training=self._captured.model.training)
-        plan = transfer(self._captured, self._plan, captured)
-        known.append(Program.of(captured, plan))
-        return known[-1]
+        program = Program.of(captured, transfer(self._captured, self._plan, captured))
+        if accept is not None:
+            accept(program)
+        for name, attributes in captured.report.stateful.items():
+            self._stateful.setdefault(name, set()).update(attributes)
+        known.append(program)
+        while len(self._cache) > _KEPT:
+            self._cache.popitem(last=False)
+        self._count(key)
+        return program
 
-    def _key(self, microbatch: MicroBatch) -> Any:
-        model = self._captured.model
-        return (
-            describe(microbatch.structure),
-            tuple((TensorMeta.of(tensor), str(tensor.device)) for tensor in microbatch.inputs),
-            _modes(model),
-        )
+    def _count(self, key: _Key) -> None:
+        self._recordings += 1
+        if self._recordings == _MANY:
+            warnings.warn(
+                f"the model has been recorded {_MANY} times after it was wrapped, last because {self._difference(key)} differ; each "
+                "recording costs time. Pass values that change in every step as tensors, and keep them out of module attributes",
+                stacklevel=2,
+            )
+        self._latest = key
 
+    def _difference(self, key: _Key) -> str:
+        if key.arguments != self._latest.arguments:
+            return "the arguments that are no tensors"
+        if key.tensors != self._latest.tensors:
+            return "the shapes of the tensors"
+        pairs = zip(self._names.values(), key.settings, self._latest.settings, strict=False)
+        changed = next((name for name, now, before in pairs if now != before), None)
+        return "its modes" if changed is None else f"the attributes of module {changed!r}"
 
-def _modes(model: nn.Module) -> Any:
-    """Everything outside the batch that a recording depends on."""
-    device_type = "cpu"
-    return (
-        tuple(module.training for module in model.modules()),
-        tuple(parameter.requires_grad for parameter in model.parameters()),
-        torch.is_grad_enabled(),
-        torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
-    )
+    def _settings(self) -> tuple[Hashable, ...]:
+        return settings(self._captured.model, self._stateful, self._names)
+
+    @staticmethod
+    def _key(microbatch: MicroBatch, present: tuple[Hashable, ...]) -> _Key:
+        tensors = tuple((TensorMeta.of(tensor), str(tensor.device)) for tensor in microbatch.inputs)
+        return _Key(frozen(microbatch.structure.spec), tensors, present)

@@ -16,14 +16,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fxchimera.errors import FxChimeraError
-from fxchimera.runtime.gradients import GradientSum, take_gradients
+from fxchimera.runtime.gradients import GradientSum, HeldHooks, hooked, take_gradients
 from fxchimera.runtime.loss import LossFn, loss_of, total_loss
 from fxchimera.runtime.microbatch import Batch, MicroBatch
 from fxchimera.runtime.program import Program
 from fxchimera.schedule.placement import Placement
 from fxchimera_passes.capture.state import without_cache
 from fxchimera_passes.captured import info
-from fxchimera_passes.keyed import keyed_random, microbatch_randomness
+from fxchimera_passes.keyed import keyed_model, microbatch_randomness
 from fxchimera_passes.plan import StagePlan
 
 __all__ = ["Reference", "run_reference"]
@@ -72,6 +72,7 @@ def run_reference(
     earlier = take_gradients(names)
     sums = {name: GradientSum() for name in names}
     losses: dict[int, torch.Tensor] = {}
+    hooks = [HeldHooks(parameter) for parameter in names.values()]
     try:
         with without_cache(model):  # as in the recording: a cache returns keys and values in another layout, which rounds otherwise
             for pipe in range(len(placement.pipes)):
@@ -81,17 +82,20 @@ def run_reference(
                         losses[microbatch] = _one(model, microbatch, task)
                 uses.collect(pipe, sums)
     finally:
+        for held in hooks:
+            held.give_back()
         for name, parameter in names.items():
             parameter.grad = earlier[name]
     dtype = next(iter(losses.values())).dtype
-    return Reference(total_loss(losses, weights, dtype), {name: total.total() for name, total in sums.items()})
+    gradients = {name: hooked(parameter, sums[name].total()) for name, parameter in names.items()}
+    return Reference(total_loss(losses, weights, dtype), gradients)
 
 
 def _one(model: nn.Module, index: int, task: _Task) -> torch.Tensor:
     microbatch: MicroBatch = task.batch.microbatches[index]
     keys = [key for node in task.programs[index].captured.graph.nodes for key in info(node).random]
     with microbatch_randomness(task.seed, task.step, index):
-        with keyed_random(keys):
+        with keyed_model(model, keys):
             output = model(*microbatch.args, **microbatch.kwargs)
         loss = loss_of(output, microbatch.target, task.loss_fn)
         torch.autograd.backward([loss], [torch.full_like(loss, task.weights[index] * task.loss_scale)])

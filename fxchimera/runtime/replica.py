@@ -6,6 +6,7 @@ copy, and a stage that reads a parameter owned elsewhere) runs on structural clo
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from fxchimera.runtime.batchnorm import Delta, NormLayer, norm_layers, on_scratch_statistics
-from fxchimera.runtime.clone import clone_modules, set_by_name
+from fxchimera.runtime.clone import Follower, clone_modules, set_by_name
 from fxchimera.runtime.entry import Entry
 from fxchimera.runtime.message import Payload
 from fxchimera.runtime.program import Program
@@ -56,8 +57,9 @@ class Replica:
         self._model = model
         self._clones = nn.Module() if self.mirrored or pipe else None
         self._memo: dict[int, Any] = {}
+        self._follower = Follower(self._memo)
         self._names: set[str] = set()
-        self._bound: dict[Program, fx.GraphModule] = {}
+        self._bound: weakref.WeakKeyDictionary[Program, fx.GraphModule] = weakref.WeakKeyDictionary()
         self._norms: tuple[NormLayer, ...] = ()
         self._in_flight: dict[int, _InFlight] = {}
         self._module(program)
@@ -72,14 +74,15 @@ class Replica:
         """Number of micro-batches whose backward is still to come."""
         return len(self._in_flight)
 
-    def follow_modes(self) -> None:
-        """Give the clones the training flags and ``requires_grad`` of the user's modules and parameters."""
-        if self._clones is None:
-            return
-        for name in self._names:
-            pairs = zip(self._model.get_submodule(name).modules(), self._clones.get_submodule(name).modules(), strict=True)
-            for theirs, ours in pairs:
-                ours.training = theirs.training
+    def follow(self) -> None:
+        """Take over what the user has set on the model: modes, attributes, hooks, ``requires_grad``, buffers of another kind."""
+        for name in self.buffers:
+            theirs, ours = self._model.get_buffer(name), self.buffers[name]
+            if self.pipe == 0 and theirs is not ours:
+                self._exchange_buffer(name, theirs)
+            elif (theirs.shape, theirs.dtype, theirs.device) != (ours.shape, ours.dtype, ours.device):
+                self._exchange_buffer(name, theirs.detach().clone())
+        self._follower.follow()
         for name in self.mirrored:
             self.parameters[name].requires_grad_(self._model.get_parameter(self._aliases[name]).requires_grad)
 
@@ -145,13 +148,23 @@ class Replica:
             bound = self._bound[program] = graph.bind(root)
         return bound
 
+    def _exchange_buffer(self, name: str, tensor: torch.Tensor) -> None:
+        """Put ``tensor`` in the place of a buffer, in the clones too."""
+        before, self.buffers[name] = self.buffers[name], tensor
+        for module in self._clones.modules() if self._clones is not None else ():
+            module._buffers.update({key: tensor for key, value in module._buffers.items() if value is before})
+        self._bound.clear()
+
     def _extend_clones(self, modules: Sequence[str], attributes: Sequence[str], program: Program) -> None:
         assert self._clones is not None
         for name, parameter in self.parameters.items():
             self._memo[id(self._model.get_parameter(self._aliases[name]))] = parameter
         for name, buffer in self.buffers.items():
             self._memo[id(self._model.get_buffer(name))] = buffer
-        clone_modules(self._clones, self._model, [name for name in modules if name not in self._names], self._memo)
+        new = [name for name in modules if name not in self._names]
+        clone_modules(self._clones, self._model, new, self._memo)
+        for name in new:
+            self._follower.add(self._model.get_submodule(name), self._clones.get_submodule(name))
         aliases = {alias: name for name in self.parameters for alias in program.captured.parameters[name]}
         for attribute in attributes:
             tensor = self.parameters[aliases[attribute]] if attribute in aliases else self.buffers.get(attribute)

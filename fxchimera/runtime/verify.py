@@ -86,7 +86,7 @@ def compare(
     plain_loss: torch.Tensor,
 ) -> Verification:
     """Compare the gradients of the pipeline with the plain model's; relative to each gradient's norm, with a floor."""
-    whole = sum(float(g.double().square().sum()) for g in plain.values() if g is not None) ** 0.5
+    whole = sum(float(_wide(g).norm()) ** 2 for g in plain.values() if g is not None) ** 0.5
     differences = []
     for name, expected in plain.items():
         found = gradients.get(name)
@@ -94,9 +94,9 @@ def compare(
         if (found is None) != (expected is None):
             absolute = distance = float("inf")
         elif found is not None and expected is not None:
-            delta = found.detach().double() - expected.detach().double()
+            delta = _wide(found) - _wide(expected)
             absolute, distance = float(delta.abs().max()) if delta.numel() else 0.0, float(delta.norm())
-            norm = float(expected.double().norm())
+            norm = float(_wide(expected).norm())
         scale = max(norm, _FLOOR * whole)
         relative = 0.0 if distance == 0.0 else distance / scale if scale else float("inf")
         dtype = expected.dtype if expected is not None else torch.float32
@@ -104,6 +104,12 @@ def compare(
     tolerance = _RELATIVE.get(plain_loss.dtype, _COARSE)
     close = abs(float(loss) - float(plain_loss)) <= tolerance * max(abs(float(plain_loss)), 1e-30)
     return Verification(float(loss), float(plain_loss), tuple(differences), close)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """In double precision, and dense."""
+    dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
+    return dense.to(torch.complex128 if dense.is_complex() else torch.float64)
 
 
 def plain_copy(model: nn.Module, names: Mapping[str, tuple[str, ...]], state: Mapping[str, Any]) -> nn.Module:

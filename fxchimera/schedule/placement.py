@@ -5,7 +5,15 @@
     down      0  1  2  3            down      0  1  2  3     (stage of the down pipe on that rank)
                                     up        3  2  1  0     (stage of the up pipe on that rank)
 
+    v_shape(4, N)                   bidirectional_v(4, N)
+    rank      0  1  2  3            rank      0  1  2  3
+    down      0  1  2  3            down      0  1  2  3
+              7  6  5  4                      7  6  5  4
+                                    up        3  2  1  0
+                                              4  5  6  7
+
 The direction is a property of the micro-batch, so an action needs no pipe: ``2F0`` runs where micro-batch 0's pipe puts stage 2.
+Shapes with several chunks a rank cut the model into that many times as many stages as there are ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +22,7 @@ from dataclasses import dataclass
 
 from fxchimera.errors import ScheduleError
 
-__all__ = ["Placement", "bidirectional", "one_way"]
+__all__ = ["Placement", "bidirectional", "bidirectional_v", "interleaved", "mirrored_pairs", "one_way", "v_shape"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +61,16 @@ class Placement:
     def n_microbatches(self) -> int:
         """Micro-batches of one step, all pipes together."""
         return len(self.pipe_of)
+
+    @property
+    def weight_copies(self) -> int:
+        """The most ranks that hold one and the same stage."""
+        return max(len({ranks[stage] for ranks in self.pipes}) for stage in range(self.num_stages))
+
+    @property
+    def chunks(self) -> int:
+        """Stages of one pipe on a rank: 1, or 2 in a V."""
+        return -(-self.num_stages // self.num_ranks)
 
     @property
     def num_ranks(self) -> int:
@@ -100,6 +118,75 @@ def bidirectional(num_stages: int, n_microbatches: int) -> Placement:
     down = (n_microbatches + 1) // 2
     pipes = (tuple(range(num_stages)), tuple(reversed(range(num_stages))))
     return Placement(num_stages, pipes, (0,) * down + (1,) * (n_microbatches - down))
+
+
+def interleaved(num_ranks: int, chunks: int, n_microbatches: int) -> Placement:
+    """Places stage s on rank s mod D, ``chunks`` stages a rank, one way (Megatron's virtual pipeline).
+
+    Raises:
+        ScheduleError: A number is below 1.
+    """
+    _positive(num_ranks, n_microbatches)
+    if chunks < 1:
+        raise ScheduleError(f"chunks must be at least 1, got {chunks}")
+    return Placement(num_ranks * chunks, (tuple(range(num_ranks)) * chunks,), (0,) * n_microbatches)
+
+
+def v_shape(num_ranks: int, n_microbatches: int) -> Placement:
+    """Places stages r and 2D-1-r on rank r: the model goes down the ranks and comes back, one copy of the weights.
+
+    Raises:
+        ScheduleError: A number is below 1.
+    """
+    _positive(num_ranks, n_microbatches)
+    return Placement(2 * num_ranks, (_v(num_ranks),), (0,) * n_microbatches)
+
+
+def bidirectional_v(num_ranks: int, n_microbatches: int) -> Placement:
+    """Two V shapes in opposite directions: stages r and 2D-1-r down, D-1-r and D+r up; two copies of the weights.
+
+    One micro-batch, or one rank, leaves a single V.
+
+    Raises:
+        ScheduleError: A number is below 1.
+    """
+    _positive(num_ranks, n_microbatches)
+    if num_ranks == 1 or n_microbatches == 1:
+        return v_shape(num_ranks, n_microbatches)
+    down = (n_microbatches + 1) // 2
+    pipes = (_v(num_ranks), tuple(num_ranks - 1 - rank for rank in _v(num_ranks)))
+    return Placement(2 * num_ranks, pipes, (0,) * down + (1,) * (n_microbatches - down))
+
+
+def mirrored_pairs(num_stages: int, n_microbatches: int, pairs: int) -> Placement:
+    """Several pairs of pipes (Chimera, section 3.6): pair k puts stage s on ranks s + k*D/f and D-1-s + k*D/f, modulo D.
+
+    The micro-batches are dealt to the 2f pipes in equal parts, the rest one by one from the first; pipes left without a
+    micro-batch are dropped.
+
+    Raises:
+        ScheduleError: A number is below 1, or the pairs do not divide D/2.
+    """
+    _positive(num_stages, n_microbatches)
+    if pairs < 1 or (num_stages // 2) % pairs or num_stages % 2:
+        raise ScheduleError(f"pairs={pairs} must divide half of the number of stages, which is {num_stages}/2")
+    step = num_stages // pairs
+    pipes = []
+    for pair in range(pairs):
+        pipes.append(tuple((stage + pair * step) % num_stages for stage in range(num_stages)))
+        pipes.append(tuple((num_stages - 1 - stage + pair * step) % num_stages for stage in range(num_stages)))
+    each, rest = divmod(n_microbatches, 2 * pairs)
+    shares = [each + (pipe < rest) for pipe in range(2 * pairs)]
+    kept = [(pipe, share) for pipe, share in zip(pipes, shares, strict=True) if share]
+    return Placement(
+        num_stages,
+        tuple(pipe for pipe, _ in kept),
+        tuple(number for number, (_, share) in enumerate(kept) for _ in range(share)),
+    )
+
+
+def _v(num_ranks: int) -> tuple[int, ...]:
+    return (*range(num_ranks), *reversed(range(num_ranks)))
 
 
 def _positive(num_stages: int, n_microbatches: int) -> None:

@@ -5,6 +5,7 @@ The simulator and the planner read a :class:`Costs`; where it comes from (measur
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -52,12 +53,13 @@ class Costs:
     Args:
         forward: Seconds of one micro-batch's forward, by stage.
         input_grad: Seconds of the input-gradient half of the backward, by stage.
-        weight_grad: Seconds of the weight-gradient half, by stage; a full backward takes the sum.
+        weight_grad: Seconds of the weight-gradient half, by stage.
         latency: Seconds per message.
         bytes_per_second: Bandwidth between neighbouring stages.
         boundary_bytes: Bytes that stage s sends to s+1 per micro-batch (the gradient back is as large); empty means none.
         sync_bytes_per_second: Bandwidth of the exchange between replicas.
         sync: The edges whose bytes the exchange is charged; an edge not listed costs the latency.
+        backward: Seconds of the full backward, by stage; empty: splitting costs nothing, it takes the sum.
 
     Raises:
         ScheduleError: The tuples do not cover the same stages, or a number is negative.
@@ -71,6 +73,7 @@ class Costs:
     boundary_bytes: tuple[int, ...] = ()
     sync_bytes_per_second: float = math.inf
     sync: tuple[SyncEdge, ...] = ()
+    backward: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         lengths = len(self.forward), len(self.input_grad), len(self.weight_grad)
@@ -78,7 +81,9 @@ class Costs:
             raise ScheduleError(f"forward, input_grad and weight_grad cover {lengths} stages; they must cover the same")
         if self.boundary_bytes and len(self.boundary_bytes) < len(self.forward) - 1:
             raise ScheduleError(f"boundary_bytes has {len(self.boundary_bytes)} entries for {len(self.forward) - 1} boundaries")
-        numbers = *self.forward, *self.input_grad, *self.weight_grad, self.latency, *self.boundary_bytes
+        if self.backward and len(self.backward) != len(self.forward):
+            raise ScheduleError(f"backward covers {len(self.backward)} stages and forward {len(self.forward)}")
+        numbers = *self.forward, *self.input_grad, *self.weight_grad, *self.backward, self.latency, *self.boundary_bytes
         if not all(0 <= number < math.inf for number in numbers):
             raise ScheduleError("seconds and bytes must be finite and not negative")
         if not (self.bytes_per_second > 0 and self.sync_bytes_per_second > 0):
@@ -90,6 +95,47 @@ class Costs:
         half = (backward / 2,) * num_stages
         return cls(forward=(forward,) * num_stages, input_grad=half, weight_grad=half, latency=latency)
 
+    def with_split_price(self, price: float) -> Costs:
+        """These costs where the two halves together take ``1 + price`` times the full backward, which stays as it is.
+
+        Raises:
+            ScheduleError: The price is below 0.
+        """
+        if not 0 <= price < math.inf:
+            raise ScheduleError(f"the price of splitting a backward is a share of at least 0, got {price}")
+        whole = tuple(self.full_backward(stage) for stage in range(len(self.forward)))
+        first, second = (tuple((1 + price) * half for half in halves) for halves in (self.input_grad, self.weight_grad))
+        return dataclasses.replace(self, input_grad=first, weight_grad=second, backward=whole)
+
+    def refined(self, chunks: int) -> Costs:
+        """The costs of the same model with every stage cut into ``chunks`` equal ones.
+
+        A new boundary carries what the next old one does.
+        """
+        if chunks == 1:
+            return self
+        count = len(self.forward)
+        forward, first, second, whole = (
+            tuple(seconds / chunks for seconds in stages for _ in range(chunks))
+            for stages in (self.forward, self.input_grad, self.weight_grad, self.backward)
+        )
+        carried = self.boundary_bytes and tuple(
+            self.boundary_bytes[min(cut // chunks, count - 2)] for cut in range(chunks * count - 1) if count > 1
+        )
+        return dataclasses.replace(
+            self, forward=forward, input_grad=first, weight_grad=second, backward=whole, boundary_bytes=carried, sync=()
+        )
+
+    def full_backward(self, stage: int) -> float:
+        """Seconds of a backward in one piece."""
+        return self.backward[stage] if self.backward else self.input_grad[stage] + self.weight_grad[stage]
+
+    def boundary_seconds(self, stage: int) -> float:
+        """Seconds of a message over the boundary between a stage and the next, either way."""
+        if not self.boundary_bytes:
+            return self.latency
+        return self.latency + self.boundary_bytes[stage] / self.bytes_per_second
+
     def seconds(self, action: Action) -> float:
         """Seconds of a computation.
 
@@ -100,7 +146,7 @@ class Costs:
         if action.kind is Kind.F:
             return self.forward[stage]
         if action.kind is Kind.B:
-            return self.input_grad[stage] + self.weight_grad[stage]
+            return self.full_backward(stage)
         if action.kind is Kind.I:
             return self.input_grad[stage]
         if action.kind is Kind.W:
@@ -122,10 +168,7 @@ class Costs:
             raise ScheduleError(f"{action} is a computation, not a message; ask seconds")
         if kind.is_sync:
             return self.latency + self._sync_bytes(action, rank) / self.sync_bytes_per_second
-        if not self.boundary_bytes:
-            return self.latency
-        lower_stage = action.stage if kind in (Kind.SEND_F, Kind.RECV_B) else action.stage - 1
-        return self.latency + self.boundary_bytes[lower_stage] / self.bytes_per_second
+        return self.boundary_seconds(action.stage if kind in (Kind.SEND_F, Kind.RECV_B) else action.stage - 1)
 
     def _sync_bytes(self, action: Action, rank: int | None) -> int:
         at_mirror = action.kind in (Kind.SEND_G, Kind.RECV_P)

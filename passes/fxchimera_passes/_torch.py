@@ -36,7 +36,6 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
-    "argument_names",
     "call_uncompiled",
     "compiled",
     "hooks_of",
@@ -87,11 +86,6 @@ def makes_view(operator: OpOverload) -> bool:
     return bool(operator.is_view)
 
 
-def argument_names(operator: OpOverload) -> tuple[str, ...]:
-    """Return the argument names of ``operator`` in positional order."""
-    return tuple(argument.name for argument in operator._schema.arguments)
-
-
 def written(operator: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors that ``operator`` writes when called so.
 
@@ -99,7 +93,7 @@ def written(operator: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, An
     """
     if not operator._schema.is_mutable and "batch_norm" not in operator._schema.name:
         return []
-    values = dict(zip(argument_names(operator), args, strict=False)) | dict(kwargs)
+    values = dict(zip((argument.name for argument in operator._schema.arguments), args, strict=False)) | dict(kwargs)
     names = [a.name for a in operator._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     trains = values.get("training", values.get("train", True))
     if "running_mean" in values and trains and not operator._schema.name.endswith("backward"):

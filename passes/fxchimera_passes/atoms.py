@@ -13,7 +13,7 @@ from fxchimera_passes.analytic import NodeCosts
 from fxchimera_passes.captured import Captured, info
 from fxchimera_passes.liveness import Liveness
 
-__all__ = ["Atoms", "contract", "parameter_readers", "parameters_of"]
+__all__ = ["Atoms", "canonical_names", "contract", "parameter_bytes", "parameter_readers", "parameters_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,18 +6,17 @@ matter as much as forward ones (a loss over a large vocabulary is cheap forward 
 
 from __future__ import annotations
 
-import random as python_random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
 from fxchimera_passes.analytic import NodeCosts, backward_factors
+from fxchimera_passes.capture.state import generators_untouched
 from fxchimera_passes.captured import Captured, info
 from fxchimera_passes.errors import CaptureError
 from fxchimera_passes.inplace import written
@@ -137,9 +136,8 @@ def _restored(captured: Captured) -> Iterator[None]:
     modules = [(captured.model.get_submodule(path), names) for path, names in captured.report.stateful.items()]
     attributes = [(module, name, module.__dict__[name]) for module, names in modules for name in names if name in module.__dict__]
     with ExitStack() as stack:
-        stack.callback(python_random.setstate, python_random.getstate())
-        stack.callback(np.random.set_state, np.random.get_state())
-        stack.enter_context(_forked_generators(captured.model))
+        stack.enter_context(generators_untouched())
+        stack.enter_context(_device_generators_untouched(captured.model))
         try:
             yield
         finally:
@@ -153,11 +151,10 @@ def _restored(captured: Captured) -> Iterator[None]:
 
 
 @contextmanager
-def _forked_generators(model: nn.Module) -> Iterator[None]:
+def _device_generators_untouched(model: nn.Module) -> Iterator[None]:
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type not in ("cpu", "meta")}
     kinds = {device.type for device in devices}
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
         for kind in sorted(kinds):
             indices = sorted({device.index or 0 for device in devices if device.type == kind})
             stack.enter_context(torch.random.fork_rng(devices=indices, device_type=kind))

@@ -40,9 +40,17 @@ def _atom(captured: Captured, live: Liveness, atoms: Atoms, name: str) -> int:
         raise PartitionError(f"split point {name!r} {_absence(live, name)}")
     if position == live.carried[0]:
         raise PartitionError(f"split point {name!r} is where the forward begins: stage 0 would be empty")
-    if position not in live.cuttable:
+    place = _before_objects(live, position)
+    if place not in live.cuttable:
         raise PartitionError(f"the model cannot be cut where {name!r} begins: {obstacle(live, position)}")
-    return atoms.starts.index(position)
+    return atoms.starts.index(place)
+
+
+def _before_objects(live: Liveness, position: int) -> int:
+    """Step back over what only makes an object for the module at ``position``: objects do not cross a cut, their tensors do."""
+    while position not in live.cuttable and position > 0 and info(live.nodes[position - 1]).value is None:
+        position -= 1
+    return position
 
 
 def _inside(captured: Captured, live: Liveness, position: int, name: str) -> bool:

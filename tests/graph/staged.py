@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,14 @@ from fxchimera_passes.plan import StagePlan
 from fxchimera_passes.split import split
 from fxchimera_passes.stages import make_plan
 from fxchimera_passes.structure import flatten
-from tests.models import Example
+from tests.models import MODELS, Example
+
+
+@functools.cache
+def recorded(name: str, num_stages: int, dropout: float = 0.0) -> Captured:
+    """One recording of a zoo model (in double precision) for all tests, which read it and run it on models of their own."""
+    example = MODELS[name](dtype=torch.float64, dropout=dropout)
+    return capture(example.model, example.args, example.kwargs, num_stages=num_stages)
 
 
 def planned(example: Example, num_stages: int, **options: Any) -> tuple[Captured, StagePlan]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fxchimera_passes.capture import capture
+from fxchimera_passes.analytic import analytic
+from fxchimera_passes.capture import capture, interpret, recapture
 from fxchimera_passes.capture.targets import FunctionApply, after
 from fxchimera_passes.captured import info
-from tests.graph.recorded import Two, assert_same, build, check, data, find, pinned_together, position
+from fxchimera_passes.stages import make_plan, transfer
+from tests.graph.recorded import Branch, Two, Wrapped, assert_same, build, check, data, find, pinned_together, position
+from tests.graph.staged import forward
 
 
 def test_a_read_after_a_write_depends_on_the_write():
@@ -134,11 +140,68 @@ def test_gradient_inside_the_forward_is_pinned():
     assert pinned_together(captured, min(node.all_input_nodes, key=lambda n: position(captured, n)), node)
 
 
-def test_checkpointing_in_an_opened_forward():
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_in_an_opened_forward_is_noted(reentrant):
     class Model(Two):
+        def wave(self, x):
+            return torch.tanh(x).sin()
+
         def between(self, x):
-            x = checkpoint(torch.tanh, x, use_reentrant=False)
-            return checkpoint(torch.sin, x, use_reentrant=True)
+            for _ in range(2):
+                x = checkpoint(self.wave, x, use_reentrant=reentrant)
+            return x
 
     captured = check(build(Model))
-    assert any("activation checkpointing" in note for note in captured.report.notes)
+    (note,) = captured.report.notes
+    line = inspect.getsourcelines(Model.between)[1] + 2
+    assert note.startswith(f"activation checkpointing at {__file__}:{line} saves no memory, as the calls of Model are recorded")
+
+
+def test_checkpointing_in_a_closed_module_stays():
+    class Saving(Branch):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    captured = check(build(lambda: Wrapped(Saving())))
+    assert "inner" in captured.report.closed
+    assert not any("checkpointing" in note for note in captured.report.notes)
+
+
+def test_a_saved_tensor_hook_in_an_opened_forward_is_noted():
+    class Model(Two):
+        def between(self, x):
+            with torch.autograd.graph.save_on_cpu():
+                return torch.tanh(x)
+
+    (note,) = check(build(Model)).report.notes
+    assert note.startswith(f"a saved-tensor hook at {__file__}:")
+    with torch.autograd.graph.save_on_cpu():  # the caller's own is the caller's business
+        assert not check(build(Two)).report.notes
+
+
+class Force(Two):
+    """Differentiates inside the forward, whatever the caller's grad mode."""
+
+    def between(self, x):
+        with torch.no_grad():
+            y = x * 2
+            with torch.enable_grad():
+                y.requires_grad_()
+                (force,) = torch.autograd.grad(self.second(y).square().sum(), y)
+        return x + force
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_gradients_enabled_in_a_forward_without_gradients(num_stages):
+    model = build(Force)
+    captured = check(model)
+    plan = make_plan(captured, analytic(captured), num_stages)
+    with torch.no_grad():
+        bare = recapture(captured, (data(),), {}, training=True)
+        assert not bare.grad_enabled
+        assert torch.equal(interpret(bare, [data()])[0], model(data()))
+        (found,), _ = forward(bare, transfer(captured, plan, bare), model, [data()])
+        assert torch.equal(found, model(data()))
+        assert not found.requires_grad
+    with torch.inference_mode():
+        assert not recapture(captured, (data(),), {}, training=False).grad_enabled

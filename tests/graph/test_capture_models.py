@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fxchimera_passes.capture import capture, interpret, recapture
 from fxchimera_passes.captured import Captured, info
 from fxchimera_passes.structure import flatten
+from tests.graph.staged import recorded
 from tests.models import MODELS, Example
 
 STAGES = (1, 4, 8)
@@ -100,7 +101,7 @@ def test_graph_is_the_model_and_the_model_is_left_alone(name, stages):
 @every_count
 def test_other_batch_size_and_meta_parameters(name, stages):
     example, other = MODELS[name](dtype=torch.float64), MODELS[name](dtype=torch.float64, batch=6)
-    captured = capture(example.model, example.args, example.kwargs, num_stages=stages)
+    captured = recorded(name, stages)
     hollow = copy.deepcopy(example.model).to("meta")
 
     from_meta = capture(hollow, example.args, example.kwargs, num_stages=stages)
@@ -114,10 +115,9 @@ def test_other_batch_size_and_meta_parameters(name, stages):
 
 @every_model
 def test_nodes_know_the_model(name):
+    captured = recorded(name, 4)
+    model, nodes = captured.model, list(captured.graph.nodes)
     example = MODELS[name]()
-    model = example.model
-    captured = capture(model, example.args, example.kwargs, num_stages=4)
-    nodes = list(captured.graph.nodes)
     inputs = flatten((example.args, example.kwargs))[0]
 
     assert [node.target for node in nodes if node.op == "placeholder"] == [f"input_{i}" for i in range(len(inputs))]
@@ -142,8 +142,7 @@ def test_values_have_the_meta_data_of_a_real_run(name):
     from fxchimera_passes.capture.interpret import GraphInterpreter
     from fxchimera_passes.captured import TensorMeta
 
-    example = MODELS[name]()
-    captured = capture(example.model, example.args, example.kwargs, num_stages=4)
+    example, captured = MODELS[name](dtype=torch.float64), recorded(name, 4)
     wrong: list[Any] = []
 
     class Check(GraphInterpreter):
@@ -154,27 +153,23 @@ def test_values_have_the_meta_data_of_a_real_run(name):
                 wrong.append((n.name, info(n).value, expected))
             return result
 
-    Check(captured.model, captured.graph, captured.constants).run(*flatten((example.args, example.kwargs))[0])
+    Check(example.model, captured.graph, captured.constants).run(*flatten((example.args, example.kwargs))[0])
     assert not wrong
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "bert", "nn_transformer", "resnet", "skip", "masked_rotary", "tied"])
 def test_dropout_masks_have_the_same_names_for_every_cut(name):
-    example = MODELS[name](dropout=0.2)
-    keys = []
-    for stages in STAGES:
-        captured = capture(example.model, example.args, example.kwargs, num_stages=stages)
-        keys.append([key for node in captured.graph.nodes if node.op != "output" for key in info(node).random])
+    keys = [[key for node in recorded(name, stages, 0.3).graph.nodes for key in info(node).random] for stages in STAGES]
     assert keys[0] == keys[1] == keys[2]
     assert len(set(keys[0])) == len(keys[0])
-    drops = [n for n, m in example.model.named_modules() if isinstance(m, (nn.Dropout, nn.Dropout2d)) and m.p]
+    drops = [n for n, m in recorded(name, 8, 0.3).model.named_modules() if isinstance(m, (nn.Dropout, nn.Dropout2d)) and m.p]
     assert {key.module for key in keys[0]} >= {n for n in drops if "attn_dropout" not in n and "self.dropout" not in n}
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "nn_transformer"])
 def test_random_numbers_are_drawn_in_the_order_of_the_model(name):
-    example = MODELS[name](dropout=0.2, dtype=torch.float64)
-    captured = capture(example.model, example.args, example.kwargs, num_stages=8)
+    example = MODELS[name](dropout=0.3, dtype=torch.float64)
+    captured = dataclasses.replace(recorded(name, 8, 0.3), model=example.model)
     torch.manual_seed(3)
     loss, gradients, _ = eager(example)
     torch.manual_seed(3)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from fxchimera_passes.capture import capture, interpret
@@ -126,12 +125,3 @@ def test_a_tensor_smuggled_between_modules_is_refused_at_the_root():
 
     with pytest.raises(CaptureError, match=r"Take reads a tensor of shape .* that was not passed to it"):
         capture(nn.Sequential(Put(), nn.Linear(WIDTH, WIDTH).double(), Take()), (data(),), {})
-
-
-def test_hidden_states_of_a_transformers_model():
-    from tests.models import MODELS
-
-    example = MODELS["bert"](dtype=torch.float64)
-    kwargs = {**example.kwargs, "output_hidden_states": True}
-    captured = capture(example.model, example.args, kwargs, num_stages=4)
-    assert_same(captured, *example.args, **kwargs)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fxchimera_passes.analytic import NodeCosts, analytic
+from fxchimera_passes.capture import capture
 from fxchimera_passes.errors import PartitionError
 from fxchimera_passes.liveness import crossing, sweep
 from fxchimera_passes.split import split
 from fxchimera_passes.stages import make_plan, transfer
-from tests.graph.staged import planned
+from tests.graph.staged import planned, recorded
 from tests.graph.traced import trace
 from tests.models import MODELS
 
@@ -50,8 +51,8 @@ def test_too_few_layers_names_both_numbers(layers, stages):
 @pytest.mark.parametrize("num_stages", [2, 8])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_zoo_is_cut_into_a_chain(name, num_stages):
-    example = MODELS[name]()
-    captured, plan = planned(example, num_stages)
+    captured = recorded(name, num_stages)
+    plan = make_plan(captured, analytic(captured), num_stages)
     assert len(plan.stages) == num_stages
     assert sorted(name for stage in plan.stages for name in stage.owned) == sorted(captured.parameters)
     assert all(stage.owned for stage in plan.stages)
@@ -67,7 +68,8 @@ def test_the_zoo_is_cut_into_a_chain(name, num_stages):
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "masked_rotary", "vit"])
 def test_only_activations_cross(name):
-    captured, plan = planned(MODELS[name](), 4)
+    captured = recorded(name, 4)
+    plan = make_plan(captured, analytic(captured), 4)
     nodes = {node.name: node for node in captured.graph.nodes}
     for stage in plan.stages[:-1]:
         for value in stage.sent:
@@ -184,6 +186,28 @@ def test_only_tensors_cross_and_sizes_are_read_again():
     multiplying = [stage for stage in plan.stages if {"mul", "mul_1"} & set(stage.nodes)]
     assert multiplying == [stage for stage in plan.stages if "size" in stage.nodes]
     assert len(multiplying) == 2
+
+
+class Counted(nn.Module):
+    """Makes a mask of the input and counts its calls; the mask is cheap, but two copies of it would count twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.mask, self.calls = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), nn.Hardtanh(), 0
+        self.mask.register_forward_hook(lambda module, args, output: setattr(module, "calls", getattr(module, "calls", 0) + 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = self.mask(x)
+        for layer in self.layers:
+            x = layer(x) * mask
+        return x
+
+
+def test_a_module_that_keeps_state_runs_in_one_stage():
+    captured = capture(Counted(), (torch.randn(2, 4),), {})
+    assert captured.report.stateful == {"mask": ("calls",)}
+    plan = make_plan(captured, analytic(captured), 4)
+    assert ["mask" in stage.nodes for stage in plan.stages] == [True, False, False, False]
 
 
 def test_the_score_decides_between_candidates():

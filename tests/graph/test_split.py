@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +13,13 @@ from torch import Tensor, nn
 
 from fxchimera_passes.analytic import analytic
 from fxchimera_passes.capture import capture, recapture
+from fxchimera_passes.captured import info
 from fxchimera_passes.keyed import microbatch_randomness
 from fxchimera_passes.scope import call_in_scope
 from fxchimera_passes.split import split
 from fxchimera_passes.stages import make_plan, transfer
 from fxchimera_passes.structure import flatten
-from tests.graph.staged import assert_same_gradients, assert_same_output, forward, plain, planned, step
+from tests.graph.staged import assert_same_gradients, assert_same_output, forward, plain, planned, recorded, step
 from tests.graph.traced import trace
 from tests.models import MODELS, Example
 
@@ -25,8 +28,8 @@ from tests.models import MODELS, Example
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_and_gradients_are_the_plain_models(name, num_stages):
     example, reference = (MODELS[name](dtype=torch.float64) for _ in range(2))
-    captured, plan = planned(example, num_stages)
-    output, loss = step(captured, plan, example)
+    captured = recorded(name, num_stages)
+    output, loss = step(captured, make_plan(captured, analytic(captured), num_stages), example)
     expected, expected_loss = plain(reference)
     assert_same_output(output, expected)
     assert torch.equal(loss, expected_loss)
@@ -38,7 +41,7 @@ def test_outputs_and_gradients_are_the_plain_models(name, num_stages):
 @pytest.mark.parametrize("name", MODELS)
 def test_dropout_masks_do_not_depend_on_the_number_of_stages(name):
     example = MODELS[name](dtype=torch.float64, dropout=0.3)
-    captured = capture(example.model, example.args, example.kwargs, num_stages=8)
+    captured = recorded(name, 8, 0.3)
     losses = {}
     for num_stages, microbatch in ((1, 0), (2, 0), (4, 0), (8, 0), (2, 1)):
         plan = make_plan(captured, analytic(captured), num_stages)
@@ -47,7 +50,8 @@ def test_dropout_masks_do_not_depend_on_the_number_of_stages(name):
     assert losses[1, 0] == losses[2, 0] == losses[4, 0] == losses[8, 0] != losses[2, 1]
     # a recording that keeps more modules whole names the same operations; attention may take another kernel, equal up to rounding
     with microbatch_randomness(7, 3, 0):
-        loss = step(*planned(example, 1), example)[1].item()
+        whole = recorded(name, 1, 0.3)
+        loss = step(whole, make_plan(whole, analytic(whole), 1), example)[1].item()
     assert loss == pytest.approx(losses[1, 0], rel=1e-12)
 
 
@@ -194,6 +198,53 @@ def test_a_received_value_may_be_written():
     assert received.grad is not None
 
 
+class Doubling(nn.Module):
+    """Writes its argument and returns that same tensor; nothing in its name says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+
+class DoublingInside(nn.Module):
+    """Writes a tensor that it is given inside a container."""
+
+    def forward(self, state: dict[str, list[Tensor]]) -> Tensor:
+        state["x"][0].mul_(2)
+        return state["x"][0]
+
+
+class Given(nn.Module):
+    def __init__(self, inner: nn.Module, wrap: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.a, self.inner, self.b, self.wrap = nn.Linear(8, 8), inner, nn.Linear(8, 8), wrap
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.inner(self.wrap(self.a(x))))
+
+
+@pytest.mark.parametrize(
+    ("inner", "wrap", "argument"),
+    [
+        (Doubling(), lambda x: x, "a"),
+        (DoublingInside(), lambda x: {"x": [x]}, "a"),
+        (DoublingInside(), lambda x: defaultdict(list, x=[x]), "rebuild"),
+    ],
+)
+def test_a_custom_layer_may_write_what_its_stage_received(inner, wrap, argument):
+    torch.manual_seed(0)
+    model, x = Given(inner, wrap).double(), torch.randn(2, 8, dtype=torch.float64)
+    captured = capture(model, (x,), {})
+    nodes = {node.name: node for node in captured.graph.nodes}
+    assert info(nodes["inner"]).mutates == (argument,)
+    plan = make_plan(captured, analytic(captured), 2, split_points=["inner"])
+    reference = copy.deepcopy(model)
+    example = Example(model, (x,), {}, None, lambda output, _: output.square().sum())
+    output, _ = step(captured, plan, example)
+    expected, _ = plain(example._replace(model=reference))
+    assert_same_output(output, expected)
+    assert_same_gradients(model, reference)
+
+
 class Table(nn.Module):
     """Takes the hidden states for their dtype and length alone, as transformers' rotary embeddings do."""
 
@@ -221,9 +272,8 @@ def test_a_reader_of_shapes_is_run_again_with_a_stand_in():
     ids = torch.randint(9, (3, 5))
     model = Rotated().double()
     captured = capture(model, (ids,), {}, num_stages=4, closed=("table",))
-    for node in captured.graph.nodes:
-        if node.target == "table":  # what a recording says when no operation inside reads the hidden states
-            node.meta["info"] = replace(node.meta["info"], depends=frozenset({"input"}))
+    (table,) = (node for node in captured.graph.nodes if node.target == "table")
+    assert info(table).depends == {"input"}
     plan = make_plan(captured, analytic(captured), 4)
     assert [len(stage.sent) for stage in plan.stages] == [1, 1, 1, 0]
     assert all(stage.inputs == (0,) for stage in plan.stages)

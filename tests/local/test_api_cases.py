@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -86,6 +85,24 @@ def test_accumulation_is_a_sum(steps: int, schedule: str) -> None:
     assert_close(Outcome(loss, gradients_of(model)), expected, 1e-12)
 
 
+@CHIMERA_AND_1F1B
+@pytest.mark.parametrize("name", ["tied", "resnet"])
+def test_gradients_under_no_sync_arrive_with_the_next_exchange(name: str, schedule: str) -> None:
+    """The sum of all steps, the earlier gradients included; batch norm's statistics wait too, and come in order."""
+    example, reference = (MODELS[name](dtype=torch.float64, batch=9) for _ in range(2))
+    with wrap(example, 4, 4, schedule) as pipe:
+        earlier = step(pipe, example)
+        with pipe.no_sync():
+            for _ in range(2):
+                assert_same_tensors(step(pipe, example).gradients, earlier.gradients)
+            pipe.evaluate(*example.args, target=example.target)
+        found = step(pipe, example)
+    for _ in range(4):
+        expected = micro_batch_loop(reference, 4)
+    assert_close(found, expected, 1e-12)
+    torch.testing.assert_close(example.model.state_dict(), reference.model.state_dict(), rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 @pytest.mark.parametrize("share", [0.3, 3.0])
 def test_clipping_is_by_the_global_norm(share: float, norm_type: float) -> None:
@@ -106,7 +123,7 @@ def test_clipping_is_by_the_global_norm(share: float, norm_type: float) -> None:
         pipe.step(x, target=y)
         found = pipe.clip_grad_norm_(max_norm, norm_type)
     torch.testing.assert_close(found.double(), norm.double(), rtol=1e-6, atol=0.0)
-    assert_close(Outcome(expected.loss, gradients_of(model)), Outcome(expected.loss, gradients_of(reference)), 1e-6)
+    assert_close(Outcome(expected.loss, gradients_of(model)), Outcome(expected.loss, gradients_of(reference)), 1e-12)
 
 
 @CHIMERA_AND_1F1B
@@ -244,8 +261,8 @@ def test_a_forward_only_call_in_training_mode_updates_statistics_too(schedule: s
     torch.testing.assert_close(example.model.state_dict(), reference.model.state_dict(), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations("TTE"))[:1] + [tuple("ETTEO"), tuple("TEOT")])
-def test_evaluation_anywhere_changes_nothing(order: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("order", ["TTE", "ETTEO", "TEOT"])
+def test_evaluation_anywhere_changes_nothing(order: str) -> None:
     """P18: parameters, gradients, buffers and torch's random state keep their bits over an evaluation, of any batch size."""
     example = MODELS["resnet"](batch=9, dropout=0.3)
     other = MODELS["resnet"](batch=5, seed=4)

@@ -164,19 +164,24 @@ def test_a_micro_batch_without_real_tokens_counts_nothing() -> None:
 def test_masked_targets_with_an_unknown_loss_warn() -> None:
     ids, target = token_batch(-100)
     model = seeded(Tokens)
-    with wrapped(model, ids, loss_fn=lambda output, y: F.cross_entropy(output, y), num_stages=2, n_microbatches=2) as pipe:
-        with pytest.warns(UserWarning, match="loss_weight=-100"):
-            pipe.step(ids, target=target)
+    loss_fn = lambda output, y: F.cross_entropy(output, y)  # noqa: E731
+    with (
+        wrapped(model, ids, loss_fn=loss_fn, num_stages=2, n_microbatches=2) as pipe,
+        pytest.warns(UserWarning, match="loss_weight=-100"),
+    ):
+        pipe.step(ids, target=target)
 
 
 def test_no_warning_when_the_weight_is_given() -> None:
     ids, target = token_batch(-100)
     model = seeded(Tokens)
     loss_fn = lambda output, y: F.cross_entropy(output, y)  # noqa: E731
-    with wrapped(model, ids, loss_fn=loss_fn, loss_weight=-100, num_stages=2, n_microbatches=2) as pipe:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            pipe.step(ids, target=target)
+    with (
+        wrapped(model, ids, loss_fn=loss_fn, loss_weight=-100, num_stages=2, n_microbatches=2) as pipe,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
+        pipe.step(ids, target=target)
 
 
 @pytest.mark.parametrize(("loss_fn", "loss_weight"), [(nn.MSELoss(reduction="sum"), "samples"), (F.mse_loss, "sum")])

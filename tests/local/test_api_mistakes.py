@@ -25,7 +25,7 @@ from tests.parity import Outcome, assert_close, assert_same_tensors, gradients_o
 
 def test_an_odd_number_of_stages_is_refused_by_chimera_with_the_reason() -> None:
     x, y = data(6)
-    with pytest.raises(ScheduleError, match="even number of stages, got num_stages=3.*1f1b"):
+    with pytest.raises(ScheduleError, match=r"even number of stages, got num_stages=3.*1f1b"):
         wrapped(chain(6), x, num_stages=3, n_microbatches=4)
     model = chain(6)
     with wrapped(model, x, num_stages=3, n_microbatches=4, schedule="1f1b") as pipe:
@@ -146,6 +146,32 @@ def test_state_outside_parameters_needs_one_copy_of_each_stage(kind: type[nn.Mod
 # ---------------------------------------------------------------------- at a step
 
 
+def test_a_parameter_that_was_replaced_is_named() -> None:
+    x, y = data(8)
+    model = chain(4)
+    with wrapped(model, x, num_stages=2, n_microbatches=4) as pipe:
+        old = model[1].linear.weight
+        model[1].linear.weight = nn.Parameter(torch.zeros_like(old))  # type: ignore[arg-type]
+        for call in (lambda: pipe.step(x, target=y), lambda: pipe(x)):
+            with pytest.raises(FxChimeraError, match=r"'1\.linear\.weight' is another object"):
+                call()
+        model[1].linear.weight = old
+        assert torch.isfinite(pipe.step(x, target=y))
+
+
+def test_a_hook_that_needs_the_whole_gradient_needs_one_copy() -> None:
+    x, y = data(8)
+    model = chain(4)
+    seen: list[Any] = []
+    model[1].linear.weight.register_post_accumulate_grad_hook(seen.append)  # type: ignore[union-attr, operator]
+    refused = pytest.raises(FxChimeraError, match=r"'1\.linear\.weight' has a post-accumulate-grad hook.*1f1b")
+    with wrapped(model, x, num_stages=2, n_microbatches=4) as pipe, refused:
+        pipe.step(x, target=y)
+    with wrapped(model, x, num_stages=2, n_microbatches=4, schedule="1f1b") as pipe:
+        pipe.step(x, target=y)
+    assert len(seen) == 4
+
+
 @pytest.mark.parametrize(
     ("args", "kwargs", "text"),
     [
@@ -226,7 +252,7 @@ def test_an_error_in_the_loss_function_names_its_place() -> None:
     with wrapped(chain(4), x, loss_fn=loss_fn, num_stages=2, n_microbatches=4) as pipe:
         pipe.step(x, target=y)
         armed.append(True)
-        with pytest.raises(PipelineError, match="stage 1 .*no loss today"):
+        with pytest.raises(PipelineError, match=r"stage 1 .*no loss today"):
             pipe.step(x, target=y)
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
+from fxchimera import FxChimeraError
 from fxchimera_passes.structure import flatten
 from tests.local.toys import WIDTH, Tanh, chain, data, plain, seeded, wrapped
 from tests.local.wrapped import step, wrap
@@ -176,6 +177,44 @@ def test_parameters_are_the_users_own_objects_and_may_be_overwritten() -> None:
     assert_close(found, plain(other, lambda m: F.mse_loss(m(x), y)), 1e-12)
 
 
+class Scaled(nn.Module):
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Tanh()
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) * self.scale
+
+
+@pytest.mark.parametrize(("stages", "closed"), [(4, False), (4, True)])
+def test_buffers_may_be_written_between_steps_but_not_always_replaced(stages: int, closed: bool) -> None:
+    """A closed module reads its own attribute, so a new tensor there counts; a buffer read by the pipeline itself is refused."""
+    x, y = data(8)
+
+    def build() -> nn.Module:
+        model = seeded(lambda: nn.Sequential(*(Scaled() for _ in range(4))))
+        for layer in model if closed else ():
+            layer.register_forward_hook(lambda *_: None)  # modules with hooks are never opened
+        return model
+
+    model, reference = build(), build()
+    with wrapped(model, x, num_stages=stages, n_microbatches=4) as pipe:
+        for m in (model, reference):
+            m[0].scale.fill_(2.0)  # type: ignore[index]
+            if closed:
+                m[3].scale = torch.full((WIDTH,), 3.0, dtype=torch.float64)  # type: ignore[index]
+        found = Outcome(pipe.step(x, target=y), gradients_of(model))
+        assert torch.equal(pipe.state_dict()["3.scale"], reference[3].scale)  # type: ignore[index]
+        if not closed:
+            model[3].scale = torch.ones(WIDTH, dtype=torch.float64)  # type: ignore[index]
+            with pytest.raises(FxChimeraError, match=r"'3\.scale' is another object"):
+                pipe.step(x, target=y)
+    assert_close(found, plain(reference, lambda m: F.mse_loss(m(x), y)), 1e-12)
+
+
 # ---------------------------------------------------------------------- hooks
 
 
@@ -209,6 +248,26 @@ def test_a_hook_that_changes_the_output_counts() -> None:
     with wrapped(model, x, num_stages=4, n_microbatches=4) as pipe:
         found = Outcome(pipe.step(x, target=y), gradients_of(model))
     assert_close(found, plain(build(), lambda m: F.mse_loss(m(x), y)), 1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["chimera", "1f1b"])
+def test_gradient_hooks_on_parameters_run_in_both_directions(schedule: str) -> None:
+    """Registered before or after wrapping, on tied parameters too; verify and the reference know them."""
+    example, reference = (MODELS["tied"](dtype=torch.float64, batch=8) for _ in range(2))
+    example.model.embed.weight.register_hook(lambda gradient: gradient * 3)  # type: ignore[union-attr, operator]
+    with wrap(example, 4, 4, schedule) as pipe:
+        late = example.model.blocks[0][1].weight.register_hook(lambda gradient: -gradient)  # type: ignore[index, union-attr]
+        found = step(pipe, example)
+        assert pipe.verify(*example.args, target=example.target).bitwise
+        late.remove()
+        example.model.zero_grad()
+        second = step(pipe, example)
+    expected = plain(reference.model, lambda m: reference.loss(m(*reference.args)))
+    wanted = dict(expected.gradients)
+    wanted["embed.weight"] = wanted["embed.weight"] * 3  # type: ignore[operator]
+    assert_close(second, Outcome(expected.loss, wanted), 1e-12)
+    wanted["blocks.0.1.weight"] = -wanted["blocks.0.1.weight"]  # type: ignore[operator]
+    assert_close(found, Outcome(expected.loss, wanted), 1e-12)
 
 
 # ---------------------------------------------------------------------- afterwards

@@ -114,7 +114,7 @@ def test_a_model_with_its_own_float32_loss_holds_float32_tolerance(schedule: str
         assert_close(step(pipe, example), expected, TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize(("name", "stages", "n", "schedule"), [*covering()[1::4], *covering()[3::4], *matrix()])
+@pytest.mark.parametrize(("name", "stages", "n", "schedule"), [*covering()[1::4], *covering()[3::8], *covering()[6::8], *matrix()])
 def test_dropout_is_bitwise_the_reference(name: str, stages: int, n: int, schedule: str) -> None:
     example, plain = (build(name, n, torch.float32, dropout=0.2) for _ in range(2))
     with wrap(example, stages, n, schedule) as pipe:
@@ -138,7 +138,7 @@ def test_two_runs_are_bitwise_equal_also_under_jitter(name: str) -> None:
 
 
 def _training_run(name: str, jitter: random.Random | None) -> list[Any]:
-    """Three SGD steps at D=4; with jitter every leaf module sleeps for up to 2 ms before it runs."""
+    """Two SGD steps at D=4; with jitter every leaf module sleeps for up to 2 ms before it runs."""
     example = build(name, 5, torch.float32, dropout=0.1)
     if jitter is not None:
         for module in example.model.modules():
@@ -147,14 +147,14 @@ def _training_run(name: str, jitter: random.Random | None) -> list[Any]:
     outcomes = []
     with wrap(example, 4, 5) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
-        for _ in range(3):
+        for _ in range(2):
             optimizer.zero_grad()
             outcomes.append(step(pipe, example))
             optimizer.step()
     return outcomes
 
 
-@pytest.mark.parametrize("name", ["mlp", "bert", "skip", "nn_transformer"])
+@pytest.mark.parametrize("name", ["mlp", "skip", "masked_rotary"])
 def test_masks_do_not_depend_on_stages_or_schedule(name: str) -> None:
     """At a fixed N every micro-batch sees the same masks, so its loss has the same bits; gradient sums may associate otherwise."""
     outcomes = []

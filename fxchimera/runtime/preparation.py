@@ -1,0 +1,126 @@
+"""From the arguments of a call to a job that every rank agrees on, before anything is sent."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxchimera.errors import BatchError
+from fxchimera.runtime.agreement import Call, Prepared, agree_on_batch
+from fxchimera.runtime.engine import Engine
+from fxchimera.runtime.executor import Job
+from fxchimera.runtime.loss import LossFn, LossWeight, weights_of
+from fxchimera.runtime.losscheck import check_loss
+from fxchimera.runtime.microbatch import Batch, ChunkSpecs, describe_batch, digest, divide, sample
+from fxchimera.runtime.program import Program, Programs
+from fxchimera.runtime.world import World
+from fxchimera.schedule.order import Order
+
+__all__ = ["Preparation"]
+
+
+class Preparation:
+    """Divides batches, finds their programs and weights, and makes jobs of them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        programs: Programs,
+        engine: Engine,
+        world: World,
+        *,
+        loss_fn: LossFn | None,
+        loss_weight: LossWeight,
+        specs: ChunkSpecs,
+        seed: int,
+    ) -> None:
+        self._model, self._programs, self._engine, self._world = model, programs, engine, world
+        self._loss_fn, self._loss_weight, self._specs, self._seed = loss_fn, loss_weight, specs, seed
+        self._loss_checked: weakref.WeakKeyDictionary[Program, set[str]] = weakref.WeakKeyDictionary()
+
+    def job(
+        self,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        *,
+        order: Order,
+        steps: tuple[int, ...],
+        loss_scale: float = 1.0,
+    ) -> Job:
+        """Collective: make the job of a call; ``steps`` are the numbers of the steps left unsynchronised and of the present one.
+
+        Raises:
+            FxChimeraError: The batch, the loss or the model is refused, here or on another rank, or the ranks differ.
+        """
+
+        def make() -> Prepared[Job]:
+            self._engine.inspect()
+            batch = divide(args, kwargs, target, order.placement.n_microbatches, self._specs)
+            self._refuse_input_gradients(batch)
+            programs = self._programs.find(batch, self._engine.accept)
+            wants_loss = call is not Call.FORWARD
+            if wants_loss:
+                self._check_loss(programs, batch)
+            job = Job(
+                step=steps[-1],
+                seed=self._seed,
+                batch=batch,
+                programs=programs,
+                order=order,
+                weights=weights_of(batch, self._loss_weight, self._loss_fn, programs) if wants_loss else (),
+                loss_fn=self._loss_fn,
+                loss_scale=loss_scale,
+                pending_steps=steps,
+                train=call in (Call.STEP, Call.UNSYNCHRONISED_STEP),
+                synchronised=call is not Call.UNSYNCHRONISED_STEP,
+                wants_loss=wants_loss,
+                wants_outputs=call is Call.FORWARD,
+            )
+            return self._describe(job)
+
+        self._world.failure.check()
+        return agree_on_batch(self._world, call, make, self._trainable(), self._settle)
+
+    def _describe(self, job: Job) -> Prepared[Job]:
+        modes = [module.training for module in self._model.modules()]
+        signature = f"{digest(job.batch)} {job.loss_scale!r} {job.weights!r} {modes!r}"
+        text = f"{describe_batch(job.batch)}, loss_scale {job.loss_scale:g}, {sum(modes)} of {len(modes)} modules in training mode"
+        return Prepared(job, _word(signature), sample(job.batch) if self._world.num_processes > 1 else 0, text)
+
+    def _refuse_input_gradients(self, batch: Batch) -> None:
+        for position, tensor in enumerate(batch.microbatches[0].inputs):
+            if tensor.requires_grad and torch.is_grad_enabled() and self._world.num_processes > 1:
+                raise BatchError(
+                    f"input tensor {position} of shape {tuple(tensor.shape)} requires a gradient, which would stay in parts on the "
+                    "ranks that read it; detach it, or make it a parameter of the model"
+                )
+
+    def _check_loss(self, programs: Sequence[Program], batch: Batch) -> None:
+        for program, microbatch in zip(programs, batch.microbatches, strict=True):
+            key, checked = describe_batch(Batch((microbatch,), microbatch.rows)), self._loss_checked.setdefault(program, set())
+            if key not in checked:
+                check_loss(program.captured, microbatch.target, self._loss_fn)
+                checked.add(key)
+
+    def _trainable(self) -> int:
+        """A word that agrees on two ranks iff the same parameters are frozen on both."""
+        return _word(repr([parameter.requires_grad for parameter in self._model.parameters()]))
+
+    def _settle(self) -> int:
+        """Collective: take the owners' word for which parameters are frozen; users freeze what ``pipe.parameters()`` gives them."""
+        own = {name: parameter.requires_grad for name, parameter in self._engine.owned.items()}
+        flags = {name: flag for part in self._world.gather_objects(own) for name, flag in part.items()}
+        for name, parameter in self._model.named_parameters():
+            parameter.requires_grad_(flags.get(name, parameter.requires_grad))
+        return self._trainable()
+
+
+def _word(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
