@@ -86,7 +86,7 @@ def pipeline(
         specs = ChunkSpecs(args=args_chunk_spec, kwargs=kwargs_chunk_spec, target=target_chunk_spec)
         batch = divide(example_args, dict(example_kwargs or {}), None, n_microbatches, specs)
         programs = _plan(model, batch, order, split_points, cost, world)
-        chosen_seed = world.spread(torch.initial_seed() if seed is None else seed)
+        chosen_seed = world.spread(torch.initial_seed() if seed is None else seed, "pipeline()")
         return Pipeline(model, programs, order, world, loss_fn=loss_fn, loss_weight=loss_weight, specs=specs, seed=chosen_seed)
     except BaseException as error:
         world.failure.report(Cause(world.process, f"pipeline() could not be made: {type(error).__name__}: {error}"))
@@ -122,7 +122,8 @@ def reference(
     specs = ChunkSpecs(args=args_chunk_spec, kwargs=kwargs_chunk_spec, target=target_chunk_spec)
     batch = divide(args, kwargs, target, n_microbatches, specs)
     programs = _plan(model, batch, order, split_points, "analytic", None)
-    found = programs.find(batch)
+    chosen_seed = torch.initial_seed() if seed is None else seed
+    found = programs.find(batch, seed=chosen_seed, step=step)
     return run_reference(
         model,
         batch,
@@ -131,7 +132,7 @@ def reference(
         weights=weights_of(batch, loss_weight, loss_fn, found),
         loss_fn=loss_fn,
         loss_scale=loss_scale,
-        seed=torch.initial_seed() if seed is None else seed,
+        seed=chosen_seed,
         step=step,
     )
 
@@ -157,7 +158,7 @@ def _plan(model: nn.Module, batch: Batch, order: Order, split_points: Sequence[s
         warnings.warn(note, stacklevel=3)
     if cost == "measured":
         costs = measured(captured, example.args, example.kwargs)
-        costs = world.spread(costs) if world is not None else costs
+        costs = world.spread(costs, "pipeline()") if world is not None else costs
     elif cost == "analytic":
         costs = analytic(captured)
     else:

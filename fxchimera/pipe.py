@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxchimera.errors import FxChimeraError, PipelineError
+from fxchimera.errors import FxChimeraError
 from fxchimera.planner.table import Plan, costs_of
 from fxchimera.runtime.agreement import Call, agree
 from fxchimera.runtime.engine import Engine, Orders
-from fxchimera.runtime.executor import Job
 from fxchimera.runtime.failure import Cause
+from fxchimera.runtime.job import Job
 from fxchimera.runtime.loss import LossFn, LossWeight
 from fxchimera.runtime.microbatch import ChunkSpecs, merge
 from fxchimera.runtime.norms import clip_gradients
@@ -161,10 +161,11 @@ class Pipeline:
         """
         if self._pending:
             raise FxChimeraError(
-                f"clip_grad_norm_ was called after {len(self._pending)} steps under no_sync(), whose gradients are not in .grad yet; "
-                "clip after the step that exchanges them"
+                f"clip_grad_norm_ was called after {len(self._pending)} steps under no_sync(), whose gradients are not in .grad "
+                "yet; clip after the step that exchanges them"
             )
-        return clip_gradients(self._engine.owned, list(self._names), self._world, max_norm, norm_type)
+        dtypes = {name: self._model.get_parameter(aliases[0]).dtype for name, aliases in self._names.items()}
+        return clip_gradients(self._engine.owned, dtypes, self._world, max_norm, norm_type)
 
     def state_dict(self, *, full: bool = True) -> dict[str, Any]:
         """Return the model's state under its own names: all of it, on the CPU, on rank 0 ({} elsewhere).
@@ -238,7 +239,9 @@ class Pipeline:
     def _alone(self) -> Iterator[None]:
         """Let one thread at a time use the ranks; another is refused, because waiting could mean for ever."""
         if not self._in_use.acquire(blocking=False):
-            raise FxChimeraError("the pipeline is at work for another call (from another thread, or a hook); make one call at a time")
+            raise FxChimeraError(
+                "the pipeline is at work for another call (from another thread, or a hook); make one call at a time"
+            )
         try:
             yield
         finally:
@@ -265,7 +268,7 @@ class Pipeline:
         return (predicted,) if measured_ones is None else (predicted, measured_ones)
 
     def _compare(self, job: Job, state: dict[str, Any], loss: torch.Tensor, own: dict[str, torch.Tensor | None]) -> Verification:
-        gathered = self._world.collect(own)
+        gathered = self._world.collect(own, "verify()")
         result: Verification | None = None
         if self._world.process == 0:
             plain = plain_copy(self._model, self._names, state)
@@ -281,5 +284,5 @@ class Pipeline:
             )
             found = {name: gradient for part in gathered for name, gradient in part.items()}
             result = compare(job.programs[0].plan, found, expected.gradients, loss, expected.loss)
-        answer: Verification = self._world.spread(result)
+        answer: Verification = self._world.spread(result, "verify()")
         return answer

@@ -48,7 +48,7 @@ def agree(world: World, what: str, text: str) -> None:
     Raises:
         FxChimeraError: It differs; the message names the ranks.
     """
-    texts = world.gather_objects(hashlib.sha256(text.encode()).hexdigest())
+    texts = world.gather_objects(hashlib.sha256(text.encode()).hexdigest(), "pipeline()")
     odd = [rank for rank, other in enumerate(texts) if other != texts[0]]
     if odd:
         raise FxChimeraError(
@@ -56,9 +56,7 @@ def agree(world: World, what: str, text: str) -> None:
         )
 
 
-def agree_on_batch(
-    world: World, call: Call, prepare: Callable[[], Prepared[_T]], trainable: int, settle: Callable[[], int]
-) -> _T:
+def agree_on_batch(world: World, call: Call, prepare: Callable[[], Prepared[_T]], trainable: int, settle: Callable[[], int]) -> _T:
     """Collective: prepare a batch on every rank, and go on only if it is the same on all.
 
     ``trainable`` is a word for which parameters the rank takes as frozen; if it differs, ``settle`` brings the ranks together and
@@ -75,12 +73,12 @@ def agree_on_batch(
         error = failure
     signature, content = (prepared.signature, prepared.content) if prepared is not None else (0, 0)
     own = torch.tensor([trainable, call, int(error is None), signature, content], device="cpu")
-    words = [other.tolist() for other in world.gather(own)]
+    words = [other.tolist() for other in world.gather(own, "the start of a step or a forward-only call")]
     if any(other[0] != words[0][0] for other in words):
         return agree_on_batch(world, call, prepare, settle(), lambda: 0)
     if any(other != words[0] for other in words) or error is not None:
         description = prepared.description if prepared is not None else f"{type(error).__name__}: {error}"
-        descriptions = world.gather_objects(description) if world.num_processes > 1 else [description]
+        descriptions = world.gather_objects(description, "descriptions of the batch") if world.num_processes > 1 else [description]
         if error is not None:
             raise error
         raise BatchError(_disagreement([other[1:] for other in words], descriptions))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fxchimera.errors import FxChimeraError
-from fxchimera.runtime.settings import HOOK_TABLES, attributes, frozen, hooks
+from fxchimera.runtime.settings import HOOK_TABLES, Snapshot, attributes, frozen, hooks
 
 __all__ = ["Follower", "clone_modules", "set_by_name"]
 
@@ -59,6 +59,7 @@ class Follower:
         self._pairs: dict[int, tuple[nn.Module, nn.Module, set[int]]] = {}
         self._known: dict[int, dict[str, Hashable]] = {}
         self._hooks: dict[int, Hashable] = {}
+        self._followed: Snapshot | None = None
 
     def add(self, original: nn.Module, clone: nn.Module) -> None:
         """Follow ``original``, of which ``clone`` has just been made, and the modules inside."""
@@ -68,18 +69,22 @@ class Follower:
                 self._pairs[id(theirs)] = theirs, ours, inside
                 self._known[id(theirs)] = _pictures(theirs, {})
                 self._hooks[id(theirs)] = hooks(theirs)
+        self._followed = None
 
-    def follow(self) -> None:
-        """Take over what has changed since."""
+    def follow(self, present: Snapshot | None) -> None:
+        """Take over what has changed since; nothing has if ``present``, the model's settings, is what was followed last."""
+        if present is not None and present is self._followed:
+            return
+        self._followed = present
         seen: dict[int, Hashable] = {}
         for key, (theirs, ours, inside) in self._pairs.items():
             ours.training = theirs.training
             if (now := _pictures(theirs, seen)) != self._known[key]:
                 self._take_over(theirs, ours, self._known[key], now)
                 self._known[key] = now
-            if (present := hooks(theirs)) != self._hooks[key]:
+            if (hooked := hooks(theirs)) != self._hooks[key]:
                 self._rehook(theirs, ours, inside)
-                self._hooks[key] = present
+                self._hooks[key] = hooked
 
     def _take_over(self, theirs: nn.Module, ours: nn.Module, before: dict[str, Hashable], now: dict[str, Hashable]) -> None:
         for name in before.keys() - now.keys():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
 
-__all__ = ["CallerContext"]
+__all__ = ["CallerContext", "without_autocast"]
 
 _T = TypeVar("_T")
 
@@ -17,6 +17,16 @@ _T = TypeVar("_T")
 def _device_types() -> tuple[str, ...]:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Run a backward as after the caller's autocast region, where torch wants it to run."""
+    with contextlib.ExitStack() as stack:
+        for kind in _device_types():
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 class CallerContext:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from fxchimera.runtime.context import CallerContext
-from fxchimera.runtime.executor import Executor, Job, Result
+from fxchimera.runtime.executor import Executor
 from fxchimera.runtime.failure import Cause, Failure
+from fxchimera.runtime.job import Job, Result
 
 __all__ = ["Crew"]
 
@@ -38,6 +38,7 @@ class Crew:
         context = CallerContext()
         answers: queue.SimpleQueue[tuple[int, Result | BaseException]] = queue.SimpleQueue()
         for worker in self._workers:
+            worker.idle.clear()
             worker.tasks.put((job, context, answers))
         outcomes: dict[int, Result | BaseException] = {}
         try:
@@ -46,7 +47,7 @@ class Crew:
                 outcomes[rank] = outcome
         except BaseException as interruption:  # Ctrl-C reaches the caller's thread only
             self._failure.report(Cause(-1, f"the caller was interrupted: {type(interruption).__name__}"))
-            self._settle(answers, len(self._workers) - len(outcomes))
+            self._settle()
             raise
         self._raise_first(outcomes)
         return [outcome for _, outcome in sorted(outcomes.items()) if isinstance(outcome, Result)]
@@ -56,17 +57,16 @@ class Crew:
         for worker in self._workers:
             worker.tasks.put(None)
         for worker in self._workers:
-            worker.join(timeout=_JOIN_SECONDS)
+            if worker is not threading.current_thread():  # the garbage collector runs where it likes
+                worker.join(timeout=_JOIN_SECONDS)
         self._workers = []
         self._executors = []
 
-    @staticmethod
-    def _settle(answers: queue.SimpleQueue[tuple[int, Result | BaseException]], missing: int) -> None:
+    def _settle(self) -> None:
         """Wait until the ranks have left their present actions: nobody may write gradients while the caller restores them."""
         deadline = time.monotonic() + _JOIN_SECONDS
-        with contextlib.suppress(queue.Empty):
-            for _ in range(missing):
-                answers.get(timeout=max(deadline - time.monotonic(), 0.0))
+        for worker in self._workers:
+            worker.idle.wait(max(deadline - time.monotonic(), 0.0))
 
     def _raise_first(self, outcomes: dict[int, Result | BaseException]) -> None:
         errors = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, BaseException)}
@@ -79,6 +79,7 @@ class _Worker(threading.Thread):
     def __init__(self, executor: Executor) -> None:
         super().__init__(name=f"fxchimera-rank-{executor.rank}", daemon=True)
         self.tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self.idle = threading.Event()
         self._executor = executor
 
     def run(self) -> None:
@@ -90,6 +91,7 @@ class _Worker(threading.Thread):
             except BaseException as error:
                 outcome = error
             answers.put((self._executor.rank, outcome))
+            self.idle.set()
             del task, job, context, answers, outcome  # a waiting thread keeps no batch alive
 
 

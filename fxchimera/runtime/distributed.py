@@ -19,9 +19,10 @@ import torch.distributed as dist
 
 from fxchimera.errors import PipelineError
 from fxchimera.runtime.failure import Cause, Failure
+from fxchimera.runtime.groups import destroy
 from fxchimera.runtime.message import Key, Payload, message_bytes, pack, unpack
+from fxchimera.runtime.sharedfailure import resolve_cause
 from fxchimera.runtime.transport import Channel, Expected
-from fxchimera.runtime.world import destroy, resolve_cause
 from fxchimera_passes.captured import TensorMeta
 
 __all__ = ["DistributedTransport"]

@@ -13,8 +13,10 @@ from fxchimera.errors import FxChimeraError
 from fxchimera.runtime.crew import Crew
 from fxchimera.runtime.distributed import DistributedTransport
 from fxchimera.runtime.exchange import Exchange, sync_edges
-from fxchimera.runtime.executor import Executor, Job, Result
+from fxchimera.runtime.executor import Executor
+from fxchimera.runtime.gradients import call_back
 from fxchimera.runtime.inspection import Inspection
+from fxchimera.runtime.job import Job, Result
 from fxchimera.runtime.local import LocalTransport
 from fxchimera.runtime.program import Program
 from fxchimera.runtime.replica import Replica
@@ -31,6 +33,7 @@ from fxchimera_passes.capture.state import without_cache
 from fxchimera_passes.plan import StagePlan
 
 __all__ = ["Engine", "Orders"]
+
 
 @dataclass(frozen=True, slots=True)
 class Orders:
@@ -110,18 +113,28 @@ class Engine:
         Raises:
             PipelineError: A rank failed.
         """
-        with without_cache(self._model):  # as in the recording; closed modules read their configuration in every forward
+        always = not all(program.captured.cache for program in job.programs)
+        with without_cache(self._model, always=always):  # as recorded; closed modules read their configuration in every forward
+            torch.clear_autocast_cache()  # holds the weights of an earlier step, if the caller's region spans several
             for executor in self.executors:
                 for replica in executor.replicas.values():
-                    replica.follow()
+                    replica.follow(job.settings)
             results = self._crew.run(job)
         events = sorted((e for result in results for e in result.events), key=lambda e: (e.start, e.rank, e.end))
         return results, Timeline(f"{job.order.name} (measured)", self.placement, tuple(events))
 
     def commit(self, job: Job, *, hooks: bool = True) -> None:
         """Give the owned parameters the gradients of a job that every rank has ended well; ``hooks`` calls the user's on them."""
-        for executor in self.executors:
-            executor.exchange.commit(synchronised=job.synchronised, hooks=hooks)
+        try:
+            for executor in self.executors if job.synchronised else ():
+                executor.exchange.conclude(hooks=hooks)
+        except BaseException:
+            self.abandon()
+            raise
+        changed = [name for executor in self.executors for name in executor.exchange.commit(synchronised=job.synchronised)]
+        with torch.no_grad():
+            for name in changed if hooks else ():
+                call_back(self.owned[name])
 
     def share_statistics(self) -> None:
         """Collective, after a forward-only call: the owners' batch-norm layers take over what both replicas have seen."""
@@ -129,7 +142,8 @@ class Engine:
         if len(self.placement.pipes) < 2 or not any(norm.training for norm in norms):
             return
         noted = {use: moments for e in self.executors for use, moments in e.exchange.take_statistics().items()}
-        everything = {use: moments for process in self.world.gather_objects(noted) for use, moments in process.items()}
+        gathered = self.world.gather_objects(noted, "statistics of batch norm")
+        everything = {use: moments for process in gathered for use, moments in process.items()}
         for executor in self.executors:
             executor.exchange.apply_statistics(dict(everything))
 

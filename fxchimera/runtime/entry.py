@@ -27,7 +27,7 @@ class Entry:
         values = list(self._values)
         self._values = []  # the graph keeps what it needs
         if self._differentiable and torch.is_grad_enabled():
-            phony = torch.empty(0, requires_grad=True)
+            phony = torch.empty(0, requires_grad=True, device="cpu")
             entered = _EnterStage.apply(phony, self, *(values[i] for i in self._differentiable))  # type: ignore[no-untyped-call]
             for i, tensor in zip(self._differentiable, entered, strict=True):
                 values[i] = tensor

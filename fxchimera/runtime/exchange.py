@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fxchimera.runtime.batchnorm import Delta, apply_deltas
-from fxchimera.runtime.gradients import GradientSum, HeldHooks, add_to_grad, call_back, hooked, take_gradients
+from fxchimera.runtime.gradients import GradientSum, HeldHooks, add_to_grad, hooked, take_gradients
 from fxchimera.runtime.message import Payload
 from fxchimera.runtime.replica import Replica
 from fxchimera.schedule.placement import Placement
@@ -62,6 +62,7 @@ class Exchange:
         self._replicas = replicas
         self._sums: dict[str, GradientSum] = {}
         self._earlier: dict[str, torch.Tensor | None] = {}
+        self._totals: dict[str, torch.Tensor] = {}
         self._hooks: list[HeldHooks] = []
         self._pending: dict[tuple[int, int], dict[str, GradientSum]] = {}
         self._deltas: Statistics = {}
@@ -92,27 +93,28 @@ class Exchange:
         moments.update({(step, microbatch): deltas for microbatch, deltas in replica.deltas.items()})
         replica.deltas.clear()
 
-    def commit(self, *, synchronised: bool, hooks: bool = True) -> None:
-        """Put gradients back on the owned parameters: the sum of all replicas added to what was there, if ``synchronised``.
+    def conclude(self, *, hooks: bool = True) -> None:
+        """Sum the gradients of all replicas; the user's hooks on a parameter are called with its sum."""
+        totals = {name: total for name, sums in self._sums.items() if (total := sums.total()) is not None}
+        self._give_hooks_back()
+        with torch.no_grad():  # as hooks are called in a backward
+            self._totals = {name: hooked(self.owned[name], total) if hooks else total for name, total in totals.items()}
 
-        The user's hooks on a parameter are called with its sum, unless ``hooks`` is false.
+    def commit(self, *, synchronised: bool) -> tuple[str, ...]:
+        """Put gradients back on the owned parameters: the sums, if ``synchronised``, added to what was there.
+
+        Returns the names of the parameters that got one.
         """
         self._give_hooks_back()
-        earlier, self._earlier = self._earlier, {}
-        if not synchronised:
-            for name, parameter in self.owned.items():
-                parameter.grad = earlier[name]
-            return
-        totals = {name: total.total() for name, total in self._sums.items()}
-        self._sums.clear()
-        self._pending.clear()
-        self._apply_statistics()
-        with torch.no_grad():  # as hooks are called in a backward
-            for name, parameter in self.owned.items():
-                total = totals.get(name)
-                add_to_grad(parameter, earlier[name], hooked(parameter, total) if hooks else total)
-                if hooks and total is not None:
-                    call_back(parameter)
+        totals, self._totals = self._totals, {}
+        for name, parameter in self.owned.items():
+            add_to_grad(parameter, self._earlier.get(name), totals.get(name))
+        self._earlier = {}
+        if synchronised:
+            self._sums.clear()
+            self._pending.clear()
+            self._apply_statistics()
+        return tuple(totals)
 
     def take_statistics(self) -> Statistics:
         """Remove and return the statistics noted on this rank and not yet applied."""
@@ -130,7 +132,7 @@ class Exchange:
         self._give_hooks_back()
         for name, earlier in self._earlier.items():
             self.owned[name].grad = earlier
-        self._earlier = {}
+        self._earlier, self._totals = {}, {}
         self._sums.clear()
         self._pending.clear()
         self._deltas.clear()

@@ -9,61 +9,27 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from fxchimera.errors import FxChimeraError, PipelineError
 from fxchimera.runtime.exchange import Exchange
 from fxchimera.runtime.failure import Cause, Failure
-from fxchimera.runtime.loss import LossFn, loss_of
+from fxchimera.runtime.job import Job, Result
+from fxchimera.runtime.loss import loss_of
+from fxchimera.runtime.losscheck import refuse_other_leaves
 from fxchimera.runtime.message import Key, Payload
-from fxchimera.runtime.microbatch import Batch
 from fxchimera.runtime.program import Program
 from fxchimera.runtime.replica import Replica
 from fxchimera.runtime.transport import Expected, Transport
 from fxchimera.schedule.action import Action, Kind
 from fxchimera.schedule.channel import channel, peer
-from fxchimera.schedule.order import Order
 from fxchimera.schedule.placement import Placement
 from fxchimera.schedule.timeline import Event
 from fxchimera_passes.captured import TensorMeta
 from fxchimera_passes.keyed import microbatch_randomness
 
-__all__ = ["Executor", "Job", "Result"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One step or forward-only call, the same on every rank.
-
-    ``weights`` are the micro-batches' shares of the loss; ``pending_steps`` the steps whose statistics the exchange carries (this
-    one last); ``train`` asks for backwards and the exchange, ``wants_loss`` and ``wants_outputs`` for what the last stage returns.
-    """
-
-    step: int
-    seed: int
-    batch: Batch
-    programs: tuple[Program, ...]
-    order: Order
-    weights: tuple[float, ...]
-    loss_fn: LossFn | None
-    loss_scale: float = 1.0
-    pending_steps: tuple[int, ...] = ()
-    train: bool = True
-    synchronised: bool = True
-    wants_loss: bool = True
-    wants_outputs: bool = False
-
-
-@dataclass(slots=True)
-class Result:
-    """What one rank brings back: losses and outputs of the micro-batches whose last stage it ran, and the timed actions."""
-
-    losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    outputs: dict[int, Any] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
+__all__ = ["Executor"]
 
 
 class Executor:
@@ -186,7 +152,8 @@ class _Run:
         received: Payload = []
         if stage > 0:
             received = self._take(Action(stage, Kind.RECV_F, microbatch))
-            if self._transport.shares_memory:  # the stage may write into what it received
+            if self._transport.shares_memory or self._stays(Action(stage, Kind.RECV_F, microbatch)):
+                # the stage may write into what it received, and the stage before needs it for its backward
                 received = [None if t is None else t.clone(memory_format=torch.preserve_format) for t in received]
         with self._timed(action), microbatch_randomness(job.seed, job.step, microbatch):
             outputs = self._replica(action).forward(
@@ -201,7 +168,10 @@ class _Run:
         job = self._job
         output = program.captured.out_structure.rebuild(outputs)
         if job.wants_loss:
+            ends = [tensor.grad_fn for tensor in outputs]
             loss = loss_of(output, job.batch.microbatches[microbatch].target, job.loss_fn)
+            if job.train and job.loss_fn is not None:
+                refuse_other_leaves(loss, outputs, ends, job.loss_fn, program.captured.model)
             self._losses[microbatch] = loss
             self.result.losses[microbatch] = loss.detach()
         if job.wants_outputs:
@@ -214,7 +184,10 @@ class _Run:
         replica = self._replica(action)
         seed = self._job.weights[microbatch] * self._job.loss_scale
         with self._timed(action), microbatch_randomness(self._job.seed, self._job.step, microbatch):
-            gradients = replica.backward(microbatch, received, self._losses.pop(microbatch, None), seed)
+            loss = self._losses.pop(microbatch, None)
+            if not self._job.weights[microbatch]:
+                loss = None  # nothing in it counts; a mean over nothing has nan gradients, and 0 times nan is nan
+            gradients = replica.backward(microbatch, received, loss, seed)
         if stage > 0:
             self._outbox[Key.of(Action(stage, Kind.SEND_B, microbatch))] = gradients
         if self._last_backward[replica.pipe, stage] == action:
@@ -238,9 +211,11 @@ class _Run:
 
     def _take(self, action: Action) -> Payload:
         """Return what the neighbouring stage has left for ``action``: from this rank's own outbox, or by message."""
-        if peer(action, self._rank, self._placement) == self._rank:
-            return self._outbox.pop(Key.of(action))
-        return self._receive(action)
+        return self._outbox.pop(Key.of(action)) if self._stays(action) else self._receive(action)
+
+    def _stays(self, action: Action) -> bool:
+        """Whether both ends of a message are on this rank, so that there is none."""
+        return peer(action, self._rank, self._placement) == self._rank
 
     def _receive(self, action: Action) -> Payload:
         if not self._metas(action):

@@ -60,10 +60,8 @@ class HeldHooks:
         self._kept = []
 
 
-def hooked(parameter: nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
+def hooked(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
     """Return what the user's hooks on ``parameter`` make of its gradient."""
-    if gradient is None:
-        return None
     for hook in list((parameter._backward_hooks or {}).values()):
         changed = hook(gradient)
         gradient = gradient if changed is None else changed

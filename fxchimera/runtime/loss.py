@@ -6,6 +6,7 @@ micro-batch gets a weight that is computed from the host batch before anything r
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
@@ -13,13 +14,14 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from fxchimera.errors import BatchError, FxChimeraError
 from fxchimera.runtime.microbatch import Batch, MicroBatch
 from fxchimera.runtime.program import Program
 from fxchimera_passes.structure import flatten
 
-__all__ = ["LossFn", "LossWeight", "find_loss", "loss_of", "total_loss", "weights_of"]
+__all__ = ["LossFn", "LossWeight", "find_loss", "loss_of", "place_of", "total_loss", "weights_of"]
 
 LossFn = Callable[..., torch.Tensor]
 LossWeight = Literal["samples", "sum"] | int | Callable[[Any, tuple[Any, ...], dict[str, Any]], float]
@@ -39,7 +41,7 @@ def loss_of(output: Any, target: Any, loss_fn: LossFn | None) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         found = f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}" if isinstance(loss, torch.Tensor) else f"{loss!r}"
         raise FxChimeraError(
-            f"loss_fn {_where(loss_fn)} must return a scalar floating-point tensor, but returned {found}; "
+            f"loss_fn {place_of(loss_fn)} must return a scalar floating-point tensor, but returned {found}; "
             "reduce it, for instance with .mean()"
         )
     return loss.reshape(())
@@ -101,7 +103,7 @@ def weights_of(batch: Batch, loss_weight: LossWeight, loss_fn: LossFn | None, pr
 
 def total_loss(losses: Mapping[int, torch.Tensor], weights: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
     """Sum the weighted losses of all micro-batches, ascending, in double precision, and round once to ``dtype``."""
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
     for microbatch in sorted(losses):
         if weights[microbatch]:  # a micro-batch without real tokens has a nan mean that must not count
             total = total + losses[microbatch].detach().to("cpu", torch.float64) * weights[microbatch]
@@ -116,30 +118,51 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
 
 
-def _where(function: Callable[..., Any]) -> str:
+def place_of(function: Callable[..., Any]) -> str:
+    """Return a function's name, with file and line where it has them."""
     code = getattr(function, "__code__", None)
     name = getattr(function, "__name__", type(function).__name__)
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
 
 
 def _recognise(loss_weight: LossWeight, loss_fn: LossFn | None) -> LossWeight:
-    """Refine the default by what a torch loss says of itself: its reduction and its ignore_index."""
+    """Refine the default by what a torch loss says of itself: its reduction, its class weights and its ignore_index."""
     if loss_weight != "samples" or loss_fn is None:
         return loss_weight
-    if getattr(loss_fn, "reduction", None) == "sum":
+    known, options = _options(loss_fn)
+    if options.get("reduction") == "sum":
         return "sum"
-    if isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)):
-        return int(loss_fn.ignore_index)
-    if loss_fn in (nn.functional.cross_entropy, nn.functional.nll_loss):
-        return _IGNORE_INDEX
-    return loss_weight
+    if not known:
+        return loss_weight
+    ignore_index, classes = int(options.get("ignore_index", _IGNORE_INDEX)), options.get("weight")
+    if classes is None:
+        return ignore_index
+
+    def weight(target: torch.Tensor, _args: Any, _kwargs: Any) -> float:
+        """The sum of the class weights of the targets that count, by which torch divides."""
+        if target.is_floating_point():
+            return float(target.shape[0])
+        counted = target[target != ignore_index]
+        return float(classes.detach().to("cpu", torch.float64)[counted.to("cpu")].sum())
+
+    return weight
+
+
+def _options(loss_fn: LossFn) -> tuple[bool, dict[str, Any]]:
+    """Whether ``loss_fn`` is torch's cross-entropy (or the negative log likelihood), and how a torch loss was set."""
+    if isinstance(loss_fn, functools.partial):
+        known, options = _options(loss_fn.func)
+        return known, {**options, **loss_fn.keywords}
+    options = {name: getattr(loss_fn, name) for name in ("reduction", "ignore_index", "weight") if hasattr(loss_fn, name)}
+    known = isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)) or loss_fn in (F.cross_entropy, F.nll_loss)
+    return known, options
 
 
 def _count(microbatch: MicroBatch, loss_weight: LossWeight) -> float:
     if callable(loss_weight):
         weight: object = loss_weight(microbatch.target, microbatch.args, microbatch.kwargs)
         if not isinstance(weight, (Real, torch.Tensor)):
-            raise BatchError(f"loss_weight {_where(loss_weight)} must return a number, but returned {weight!r}")
+            raise BatchError(f"loss_weight {place_of(loss_weight)} must return a number, but returned {weight!r}")
         return float(weight)
     if isinstance(loss_weight, int):
         return _real_targets(microbatch, loss_weight)

@@ -1,18 +1,26 @@
-"""Try the loss on tensors without values before anything is sent, so that a wrong loss_fn is refused on the host."""
+"""Is the loss one that a pipeline can train by?
+
+It is tried on tensors without values before anything is sent, so that a wrong loss_fn is refused on the host.  And it must
+depend on the model's output alone: a parameter that loss_fn reads by itself lives on another rank, and only part of its gradient
+would count.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.autograd.graph import Node
 
 from fxchimera.errors import FxChimeraError
-from fxchimera.runtime.loss import LossFn, loss_of
+from fxchimera.runtime.loss import LossFn, loss_of, place_of
 from fxchimera_passes._torch import new_fake_mode
 from fxchimera_passes.captured import Captured, info
 from fxchimera_passes.structure import flatten
 
-__all__ = ["check_loss"]
+__all__ = ["check_loss", "refuse_other_leaves"]
 
 
 def check_loss(captured: Captured, target: Any, loss_fn: LossFn | None) -> None:
@@ -38,3 +46,39 @@ def check_loss(captured: Captured, target: Any, loss_fn: LossFn | None) -> None:
         raise
     except Exception:  # not the loss's shape: it needs values, or has a mistake that the run reports with its traceback
         return
+
+
+def refuse_other_leaves(
+    loss: torch.Tensor, outputs: Sequence[torch.Tensor], ends: Sequence[Node | None], loss_fn: LossFn, model: nn.Module
+) -> None:
+    """Refuse a loss that requires gradients of anything but the model's outputs.
+
+    Args:
+        loss: The loss of one micro-batch.
+        outputs: The model's output tensors.
+        ends: Their ``grad_fn`` before the loss was computed, where the search in its graph ends.
+        loss_fn: What computed it, for the error.
+        model: Its parameters' names are used in the error.
+
+    Raises:
+        FxChimeraError: The message names the parameter, if it is the model's, or gives its shape.
+    """
+    allowed = {id(tensor) for tensor in outputs}
+    seen: set[Node | None] = {None, *ends}
+    todo = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [following for following, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in allowed:
+            name = next((name for name, parameter in model.named_parameters() if parameter is leaf), None)
+            what = (
+                f"the parameter {name!r}" if name is not None else f"a tensor of shape {tuple(leaf.shape)} that requires a gradient"
+            )
+            raise FxChimeraError(
+                f"loss_fn {place_of(loss_fn)} reads {what} by itself; parameters live on several ranks, so only part of its "
+                "gradient would count. Compute that term in the model's forward and return it, or use the optimizer's weight_decay"
+            )

@@ -66,7 +66,7 @@ def pack(key: Key, payload: Payload, metas: Sequence[TensorMeta]) -> torch.Tenso
     Raises:
         PipelineError: A tensor has not the shape or dtype that was agreed for this message.
     """
-    buffer = torch.empty(message_bytes(metas), dtype=torch.uint8)
+    buffer = torch.empty(message_bytes(metas), dtype=torch.uint8, device="cpu")
     header = [key.word]
     offset = _header_bytes(metas)
     for tensor, meta in zip(payload, metas, strict=True):
@@ -78,7 +78,7 @@ def pack(key: Key, payload: Payload, metas: Sequence[TensorMeta]) -> torch.Tenso
             _view(buffer, offset, meta, stride).copy_(tensor.detach())
             header += [1, *stride]
         offset += _aligned(meta.bytes)
-    buffer[: len(header) * _WORD].view(torch.int64).copy_(torch.tensor(header))
+    buffer[: len(header) * _WORD].view(torch.int64).copy_(torch.tensor(header, device="cpu"))
     return buffer
 
 
@@ -110,7 +110,7 @@ def _header_bytes(metas: Sequence[TensorMeta]) -> int:
 
 
 def _view(buffer: torch.Tensor, offset: int, meta: TensorMeta, stride: Sequence[int]) -> torch.Tensor:
-    empty = torch.empty(0, dtype=meta.dtype)
+    empty = torch.empty(0, dtype=meta.dtype, device=buffer.device)
     return empty.set_(buffer.untyped_storage(), offset // meta.dtype.itemsize, meta.shape, tuple(stride))
 
 

@@ -108,11 +108,10 @@ def merge(outputs: Sequence[Any], rows: Sequence[int]) -> Any:
             no tensor differs.
     """
     flat = [flatten(output) for output in outputs]
-    kinds = list(dict.fromkeys(describe(structure) for _, structure in flat))
-    if len(kinds) > 1:
+    if len({describe(structure) for _, structure in flat}) > 1:
         raise BatchError(
-            "the outputs of the micro-batches cannot be merged, because what is no tensor in them differs between micro-batches: "
-            f"{kinds[0]} and {kinds[1]}. Return tensors whose first dimension is the batch"
+            "the outputs of the micro-batches cannot be merged, because a value in them that is no tensor (a number of rows, say) "
+            f"differs: {_plain(flat[0])} and {_plain(flat[-1])}. Return tensors whose first dimension is the batch"
         )
     merged = []
     for position in range(flat[0][1].count):
@@ -220,6 +219,12 @@ def _pieces(leaf: _Leaf, n_microbatches: int) -> Sequence[torch.Tensor]:
     if leaf.dim is None:
         return [leaf.tensor] * n_microbatches
     return torch.tensor_split(leaf.tensor, n_microbatches, dim=leaf.dim)
+
+
+def _plain(output: tuple[list[torch.Tensor], Structure]) -> Any:
+    """An output with shapes in the place of tensors."""
+    tensors, structure = output
+    return structure.rebuild([torch.empty_like(tensor, device="meta") for tensor in tensors])
 
 
 def _merge_tensor(pieces: Sequence[torch.Tensor], rows: Sequence[int], position: int) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -13,20 +13,29 @@ __all__ = ["clip_gradients"]
 
 
 def clip_gradients(
-    owned: Mapping[str, nn.Parameter], names: Sequence[str], world: World, max_norm: float, norm_type: float
+    owned: Mapping[str, nn.Parameter], names: Mapping[str, torch.dtype], world: World, max_norm: float, norm_type: float
 ) -> torch.Tensor:
     """Collective: scale the owned gradients so that the norm over all of ``names`` is at most ``max_norm``; returns that norm.
 
-    The parameters' norms are combined in one fixed order, so every rank gets the same number, to the last bit, in any world.
+    The parameters' norms are combined in one fixed order, so every rank gets the same number, to the last bit, in any world.  It
+    is double precision if a parameter is, else single.
     """
-    norms = torch.zeros(len(names), dtype=torch.float64)
+    norms = torch.zeros(len(names), dtype=torch.float64, device="cpu")
     for i, name in enumerate(names):
         gradient = owned[name].grad if name in owned else None
         if gradient is not None:
-            norms[i] = torch.linalg.vector_norm(gradient.detach(), norm_type).to("cpu", torch.float64)
-    total: torch.Tensor = torch.linalg.vector_norm(
-        torch.stack(world.gather(norms)).sum(0), norm_type
-    )  # all but one addend are zero
-    with_gradients = [parameter for parameter in owned.values() if parameter.grad is not None]
-    nn.utils.clip_grads_with_norm_(with_gradients, max_norm, total)
-    return total.to(torch.float32)
+            norms[i] = torch.linalg.vector_norm(_values(gradient), norm_type).to("cpu", torch.float64)
+    everything = torch.stack(world.gather(norms, "clip_grad_norm_()")).sum(0)  # all but one addend are zero
+    total: torch.Tensor = torch.linalg.vector_norm(everything, norm_type)
+    gradients = [parameter.grad for parameter in owned.values() if parameter.grad is not None]
+    dense = [parameter for parameter in owned.values() if parameter.grad is not None and not parameter.grad.is_sparse]
+    nn.utils.clip_grads_with_norm_(dense, max_norm, total)
+    for gradient in gradients:
+        if gradient.is_sparse:
+            gradient.mul_(float((max_norm / (total + 1e-6)).clamp(max=1.0)))  # as torch does, which refuses sparse ones
+    wide = any(dtype in (torch.float64, torch.complex128) for dtype in names.values())
+    return total if wide else total.to(torch.float32)
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach()

@@ -13,7 +13,7 @@ from torch import nn
 from fxchimera.errors import BatchError
 from fxchimera.runtime.agreement import Call, Prepared, agree_on_batch
 from fxchimera.runtime.engine import Engine
-from fxchimera.runtime.executor import Job
+from fxchimera.runtime.job import Job
 from fxchimera.runtime.loss import LossFn, LossWeight, weights_of
 from fxchimera.runtime.losscheck import check_loss
 from fxchimera.runtime.microbatch import Batch, ChunkSpecs, describe_batch, digest, divide, sample
@@ -64,7 +64,7 @@ class Preparation:
             self._engine.inspect()
             batch = divide(args, kwargs, target, order.placement.n_microbatches, self._specs)
             self._refuse_input_gradients(batch)
-            programs = self._programs.find(batch, self._engine.accept)
+            programs = self._programs.find(batch, self._engine.accept, seed=self._seed, step=steps[-1])
             wants_loss = call is not Call.FORWARD
             if wants_loss:
                 self._check_loss(programs, batch)
@@ -78,6 +78,7 @@ class Preparation:
                 loss_fn=self._loss_fn,
                 loss_scale=loss_scale,
                 pending_steps=steps,
+                settings=self._programs.present,
                 train=call in (Call.STEP, Call.UNSYNCHRONISED_STEP),
                 synchronised=call is not Call.UNSYNCHRONISED_STEP,
                 wants_loss=wants_loss,
@@ -116,7 +117,8 @@ class Preparation:
     def _settle(self) -> int:
         """Collective: take the owners' word for which parameters are frozen; users freeze what ``pipe.parameters()`` gives them."""
         own = {name: parameter.requires_grad for name, parameter in self._engine.owned.items()}
-        flags = {name: flag for part in self._world.gather_objects(own) for name, flag in part.items()}
+        gathered = self._world.gather_objects(own, "which parameters are frozen")
+        flags = {name: flag for part in gathered for name, flag in part.items()}
         for name, parameter in self._model.named_parameters():
             parameter.requires_grad_(flags.get(name, parameter.requires_grad))
         return self._trainable()

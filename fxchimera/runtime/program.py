@@ -12,9 +12,11 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from fxchimera.runtime.microbatch import Batch, MicroBatch
-from fxchimera.runtime.settings import frozen, settings
+from fxchimera.runtime.settings import Settings, Snapshot, frozen
 from fxchimera_passes.capture import recapture
 from fxchimera_passes.captured import Captured, TensorMeta
+from fxchimera_passes.errors import PartitionError
+from fxchimera_passes.keyed import microbatch_randomness
 from fxchimera_passes.plan import Stage, StagePlan
 from fxchimera_passes.split import StageGraph, split
 from fxchimera_passes.stages import transfer
@@ -59,33 +61,40 @@ class _Key:
 
     arguments: Hashable
     tensors: Hashable
-    settings: tuple[Hashable, ...]
+    settings: Snapshot
 
 
 class Programs:
-    """Finds, or records, the programs of a batch."""
+    """Finds, or records, the programs of a batch; ``present`` is what the user had set on the model when it last did."""
 
     def __init__(self, captured: Captured, plan: StagePlan, example: MicroBatch) -> None:
         self._captured = captured
         self._plan = plan
-        self._names = {id(module): name for name, module in captured.model.named_modules()}
-        self._stateful = {name: set(attributes) for name, attributes in captured.report.stateful.items()}
+        self._settings = Settings(captured.model, captured.report.stateful)
         self._recordings = 0
         self.first = Program.of(captured, plan)
-        self._latest = self._key(example, self._settings())
+        self.present = self._settings.look()
+        self._latest = self._key(example, self.present)
         self._cache: OrderedDict[_Key, list[Program]] = OrderedDict({self._latest: [self.first]})
 
-    def find(self, batch: Batch, accept: Callable[[Program], None] | None = None) -> tuple[Program, ...]:
+    def find(
+        self, batch: Batch, accept: Callable[[Program], None] | None = None, *, seed: int = 0, step: int = 0
+    ) -> tuple[Program, ...]:
         """Return the program of each micro-batch, with the model as it is set at present, recording it if need be.
 
-        ``accept`` may refuse a new recording by raising.
+        ``accept`` may refuse a new recording by raising.  ``seed`` and ``step`` name the keyed randomness, which decides the path
+        through a model that leaves layers out at random.
 
         Raises:
             CaptureError: The model cannot be recorded for this signature.
             PartitionError: The cut does not fit the new recording.
         """
-        present = self._settings()
-        return tuple(self._find(microbatch, self._key(microbatch, present), accept) for microbatch in batch.microbatches)
+        self.present = self._settings.look()
+        found = []
+        for microbatch in batch.microbatches:
+            with microbatch_randomness(seed, step, microbatch.index):
+                found.append(self._find(microbatch, self._key(microbatch, self.present), accept))
+        return tuple(found)
 
     def _find(self, microbatch: MicroBatch, key: _Key, accept: Callable[[Program], None] | None) -> Program:
         known = self._cache.setdefault(key, [])
@@ -93,24 +102,38 @@ class Programs:
         for program in known:
             if all(guard.holds(microbatch.inputs) for guard in program.captured.guards):
                 return program
-        captured = recapture(self._captured, microbatch.args, microbatch.kwargs, training=self._captured.model.training)
-        program = Program.of(captured, transfer(self._captured, self._plan, captured))
+        program = self._record(microbatch)
+        captured = program.captured
         if accept is not None:
             accept(program)
-        for name, attributes in captured.report.stateful.items():
-            self._stateful.setdefault(name, set()).update(attributes)
+        if captured.report.stateful:
+            self._settings.ignore(captured.report.stateful)
         known.append(program)
+        del known[:-_KEPT]
         while len(self._cache) > _KEPT:
             self._cache.popitem(last=False)
         self._count(key)
         return program
 
+    def _record(self, microbatch: MicroBatch) -> Program:
+        """Record for a micro-batch; in evaluation without key-value caches where they cannot cross the cut."""
+        training = self._captured.model.training
+        captured = recapture(self._captured, microbatch.args, microbatch.kwargs, training=training)
+        try:
+            return Program.of(captured, transfer(self._captured, self._plan, captured))
+        except PartitionError:
+            if training:
+                raise
+            captured = recapture(self._captured, microbatch.args, microbatch.kwargs, training=training, cache=False)
+            warnings.warn("the model's key-value caches cannot cross the cuts and are left out of its output", stacklevel=2)
+            return Program.of(captured, transfer(self._captured, self._plan, captured))
+
     def _count(self, key: _Key) -> None:
         self._recordings += 1
         if self._recordings == _MANY:
             warnings.warn(
-                f"the model has been recorded {_MANY} times after it was wrapped, last because {self._difference(key)} differ; each "
-                "recording costs time. Pass values that change in every step as tensors, and keep them out of module attributes",
+                f"the model has been recorded {_MANY} times after it was wrapped, last because {self._difference(key)} differ; "
+                "each recording costs time. Pass values that change in every step as tensors, not as arguments or attributes",
                 stacklevel=2,
             )
         self._latest = key
@@ -120,14 +143,9 @@ class Programs:
             return "the arguments that are no tensors"
         if key.tensors != self._latest.tensors:
             return "the shapes of the tensors"
-        pairs = zip(self._names.values(), key.settings, self._latest.settings, strict=False)
-        changed = next((name for name, now, before in pairs if now != before), None)
-        return "its modes" if changed is None else f"the attributes of module {changed!r}"
-
-    def _settings(self) -> tuple[Hashable, ...]:
-        return settings(self._captured.model, self._stateful, self._names)
+        return self._settings.difference(key.settings, self._latest.settings)
 
     @staticmethod
-    def _key(microbatch: MicroBatch, present: tuple[Hashable, ...]) -> _Key:
+    def _key(microbatch: MicroBatch, present: Snapshot) -> _Key:
         tensors = tuple((TensorMeta.of(tensor), str(tensor.device)) for tensor in microbatch.inputs)
         return _Key(frozen(microbatch.structure.spec), tensors, present)

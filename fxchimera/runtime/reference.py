@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fxchimera.errors import FxChimeraError
+from fxchimera.runtime.context import without_autocast
 from fxchimera.runtime.gradients import GradientSum, HeldHooks, hooked, take_gradients
 from fxchimera.runtime.loss import LossFn, loss_of, total_loss
 from fxchimera.runtime.microbatch import Batch, MicroBatch
@@ -63,9 +63,7 @@ def run_reference(
     """Run forward and backward of every micro-batch on ``model`` and sum the gradients as the pipeline does.
 
     ``model`` ends with the gradients it had; its buffers are updated as in a plain loop over the micro-batches, ascending.
-
-    Raises:
-        FxChimeraError: A tied parameter is read by several stages from one place in an opened module.
+    One case is equal up to rounding only: a tied parameter that an opened module reads once and several stages use.
     """
     task = _Task(batch=batch, programs=programs, weights=weights, loss_fn=loss_fn, loss_scale=loss_scale, seed=seed, step=step)
     names = {name: model.get_parameter(aliases[0]) for name, aliases in programs[0].captured.parameters.items()}
@@ -87,18 +85,23 @@ def run_reference(
         for name, parameter in names.items():
             parameter.grad = earlier[name]
     dtype = next(iter(losses.values())).dtype
-    gradients = {name: hooked(parameter, sums[name].total()) for name, parameter in names.items()}
+    totals = {name: total.total() for name, total in sums.items()}
+    gradients = {name: None if total is None else hooked(names[name], total) for name, total in totals.items()}
     return Reference(total_loss(losses, weights, dtype), gradients)
 
 
 def _one(model: nn.Module, index: int, task: _Task) -> torch.Tensor:
     microbatch: MicroBatch = task.batch.microbatches[index]
-    keys = [key for node in task.programs[index].captured.graph.nodes for key in info(node).random]
+    captured = task.programs[index].captured
+    keys = [key for node in captured.graph.nodes for key in info(node).random]
+    keys += captured.host_keys
     with microbatch_randomness(task.seed, task.step, index):
         with keyed_model(model, keys):
             output = model(*microbatch.args, **microbatch.kwargs)
         loss = loss_of(output, microbatch.target, task.loss_fn)
-        torch.autograd.backward([loss], [torch.full_like(loss, task.weights[index] * task.loss_scale)])
+        if task.weights[index]:
+            with without_autocast():
+                torch.autograd.backward([loss], [torch.full_like(loss, task.weights[index] * task.loss_scale)])
     return loss.detach()
 
 
@@ -132,7 +135,7 @@ class _Uses:
         for stage in plan.stages:
             for name in stage.parameters:
                 readers.setdefault(name, []).append(stage.index)
-        self._stage_of_untied = {name: stages[0] for name, stages in readers.items() if len(stages) == 1}
+        self._first_stage = {name: stages[0] for name, stages in readers.items()}
         self._alias = {
             (name, stage): nn.Parameter(names[name].detach(), requires_grad=names[name].requires_grad)
             for name, stages in readers.items()
@@ -153,7 +156,8 @@ class _Uses:
         def enter(module: nn.Module, _args: object) -> None:
             leaf = leaves[id(module)]
             for slot in leaf.slots:
-                slot.set(self._alias[slot.name, leaf.stages[leaf.calls]])
+                stage = leaf.stages[min(leaf.calls, len(leaf.stages) - 1)]  # a call without effect is not in the recording
+                slot.set(self._alias[slot.name, stage])
             leaf.calls += 1
 
         def leave(module: nn.Module, _args: object, _output: object) -> None:
@@ -178,9 +182,8 @@ class _Uses:
         """Move the gradients of all micro-batches of a pipe into ``sums``."""
         for (name, stage), alias in self._alias.items():
             sums[name].add((pipe, stage), alias.grad)
-        for name, parameter in self._names.items():
-            if name not in self._tied:
-                sums[name].add((pipe, self._stage_of_untied.get(name, 0)), parameter.grad)
+        for name, parameter in self._names.items():  # a tied one: uses in several stages that could not be told apart
+            sums[name].add((pipe, self._first_stage.get(name, 0)), parameter.grad)
             parameter.grad = None
 
     def _find(self, program: Program) -> tuple[dict[int, _Leaf], list[tuple[_Slot, int]]]:
@@ -195,12 +198,9 @@ class _Uses:
                 self._add_call(leaves, target, stage_of[node.name], canonical)
             elif node.op == "get_attr" and canonical.get(target) in self._tied:
                 stages = {stage_of[user.name] for user in node.users if user.name in stage_of}
-                if len(stages) > 1:
-                    raise FxChimeraError(
-                        f"parameter {target!r} is read once and used in stages {sorted(stages)}; the plain reference cannot tell "
-                        "these uses apart. Compare with the full-batch step instead"
-                    )
-                resting += [(self._slot(target, canonical), stage) for stage in stages]
+                if len(stages) == 1:  # the plain model may read it under any of its names
+                    aliases = program.captured.parameters[canonical[target]]
+                    resting += [(self._slot(alias, canonical), min(stages)) for alias in aliases]
         return leaves, resting
 
     def _add_call(self, leaves: dict[int, _Leaf], target: str, stage: int, canonical: dict[str, str]) -> None:

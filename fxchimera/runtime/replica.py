@@ -9,16 +9,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
 
+from fxchimera.errors import FxChimeraError
 from fxchimera.runtime.batchnorm import Delta, NormLayer, norm_layers, on_scratch_statistics
 from fxchimera.runtime.clone import Follower, clone_modules, set_by_name
+from fxchimera.runtime.context import without_autocast
 from fxchimera.runtime.entry import Entry
 from fxchimera.runtime.message import Payload
 from fxchimera.runtime.program import Program
+from fxchimera.runtime.settings import Snapshot
 
 __all__ = ["Replica"]
 
@@ -53,6 +56,8 @@ class Replica:
         self.buffers = {name: model.get_buffer(name) for name in plan.buffers}
         if pipe:
             self.buffers = {name: buffer.detach().clone() for name, buffer in self.buffers.items()}
+        self._buffer_places = [(name, *_place(model, name)) for name in self.buffers]
+        self._mirror_places = [(name, *_place(model, self._aliases[name])) for name in self.mirrored]
         self.deltas: dict[int, dict[str, Delta]] = {}
         self._model = model
         self._clones = nn.Module() if self.mirrored or pipe else None
@@ -74,17 +79,21 @@ class Replica:
         """Number of micro-batches whose backward is still to come."""
         return len(self._in_flight)
 
-    def follow(self) -> None:
+    def follow(self, present: Snapshot | None) -> None:
         """Take over what the user has set on the model: modes, attributes, hooks, ``requires_grad``, buffers of another kind."""
-        for name in self.buffers:
-            theirs, ours = self._model.get_buffer(name), self.buffers[name]
+        for name, holder, key in self._buffer_places:
+            theirs, ours = holder._buffers[key], self.buffers[name]
+            if theirs is None:
+                raise FxChimeraError(f"buffer {name!r} is gone since the model was wrapped; wrap the model again")
             if self.pipe == 0 and theirs is not ours:
                 self._exchange_buffer(name, theirs)
             elif (theirs.shape, theirs.dtype, theirs.device) != (ours.shape, ours.dtype, ours.device):
                 self._exchange_buffer(name, theirs.detach().clone())
-        self._follower.follow()
-        for name in self.mirrored:
-            self.parameters[name].requires_grad_(self._model.get_parameter(self._aliases[name]).requires_grad)
+        self._follower.follow(present)
+        for name, holder, key in self._mirror_places:
+            wanted = cast(nn.Parameter, holder._parameters[key]).requires_grad
+            if self.parameters[name].requires_grad != wanted:
+                self.parameters[name].requires_grad_(wanted)
 
     def forward(
         self, microbatch: int, program: Program, received: Payload, inputs: Sequence[torch.Tensor], *, deferred_norms: bool
@@ -127,7 +136,8 @@ class Replica:
         if loss is not None and loss.requires_grad:
             roots.append((loss, torch.full_like(loss, seed)))
         if roots:
-            torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+            with without_autocast():
+                torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
         return state.entry.differentiable_gradients
 
     def forget(self) -> None:
@@ -170,6 +180,12 @@ class Replica:
             tensor = self.parameters[aliases[attribute]] if attribute in aliases else self.buffers.get(attribute)
             if tensor is not None:
                 set_by_name(self._clones, attribute, tensor)
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module that holds the parameter or buffer ``name``, and its name there."""
+    path, _, key = name.rpartition(".")
+    return model.get_submodule(path), key
 
 
 def _mirror(parameter: nn.Parameter, shares_memory: bool) -> nn.Parameter:

@@ -1,4 +1,4 @@
-"""Which recordings would not run right: state that a forward writes where two replicas, or two stages, would each write their own."""
+"""Which recordings would not run right: those that write state of which two replicas, or two stages, have a copy each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def refuse_unsafe(program: Program, *, copies: int, num_processes: int) -> None:
     for name in sorted(written):
         readers = [stage.index for stage in program.plan.stages if name in stage.buffers]
         if len(readers) > 1:
-            raise FxChimeraError(f"buffer {name!r} is written in forward and read by the stages {readers}; give each its own module")
+            raise FxChimeraError(
+                f"buffer {name!r} is written in forward and read by the stages {readers}; give each its own module"
+            )
     if copies > 1:
         _refuse_second_copies(program, written)
 

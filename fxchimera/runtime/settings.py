@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import operator
 import types
-from collections.abc import Collection, Hashable, Mapping
-from typing import Any
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["HOOK_TABLES", "Same", "attributes", "frozen", "hooks", "settings"]
+__all__ = ["HOOK_TABLES", "Same", "Settings", "Snapshot", "attributes", "frozen", "hooks"]
 
 HOOK_TABLES = (
     "_forward_hooks",
@@ -116,18 +117,93 @@ def hooks(module: nn.Module) -> tuple[Same, ...]:
     return tuple(Same(hook) for table in tables if table for hook in table.values())
 
 
-def settings(model: nn.Module, stateful: Mapping[str, Collection[str]], names: Mapping[int, str]) -> tuple[Hashable, ...]:
-    """Return all that a recording of ``model`` depends on besides the batch: one entry a module, then the rest.
+class Snapshot:
+    """All that a recording depends on besides the batch, at one moment: one entry a module, then the rest."""
 
-    ``stateful`` are the attributes that a forward writes itself, by the module's name; ``names`` the modules' names by ``id``.
-    """
-    seen: dict[int, Hashable] = {}
-    entries: list[Hashable] = []
-    for module in model.modules():
-        own = attributes(module, stateful.get(names.get(id(module), ""), ()))
-        pictures = tuple((name, frozen(value, seen, objects=False)) for name, value in own.items())
-        entries.append((type(module), module.training, pictures, hooks(module)))
-    kind = next((parameter.device.type for parameter in model.parameters() if not parameter.is_meta), "cpu")
-    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    frozen_ones = tuple(parameter.requires_grad for parameter in model.parameters())
-    return (*entries, (frozen_ones, torch.is_grad_enabled(), autocast, torch.get_default_dtype()))
+    __slots__ = ("_hash", "entries")
+
+    def __init__(self, entries: tuple[Hashable, ...]) -> None:
+        self.entries = entries
+        self._hash = hash(entries)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Snapshot) and self._hash == other._hash and self.entries == other.entries)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+class _Seen(NamedTuple):
+    """A module when it was last looked at; ``settled`` means that its picture changes only when one of ``values`` does."""
+
+    values: tuple[Any, ...]
+    picture: Hashable
+    settled: bool
+
+
+class Settings:
+    """Watches a model whose modules stay the same objects; looking again costs about a microsecond a module."""
+
+    def __init__(self, model: nn.Module, stateful: Mapping[str, Iterable[str]]) -> None:
+        self._modules = list(model.named_modules())
+        self._slots = [(module._parameters, key) for _, module in self._modules for key in module._parameters]
+        self._stateful = {name: set(own) for name, own in stateful.items()}
+        self._seen: dict[int, _Seen] = {}
+        self._latest = Snapshot(())
+
+    def ignore(self, stateful: Mapping[str, Iterable[str]]) -> None:
+        """From now on do not look at these attributes, by module name, which a forward writes itself."""
+        for name, own in stateful.items():
+            self._stateful.setdefault(name, set()).update(own)
+        self._seen.clear()
+
+    def look(self) -> Snapshot:
+        """Return the present settings: the same object as long as nothing has changed."""
+        pictures: dict[int, Hashable] = {}
+        entries = [self._picture(name, module, pictures) for name, module in self._modules]
+        parameters = [table[key] for table, key in self._slots]
+        kind = next((p.device.type for p in parameters if p is not None and not p.is_meta), "cpu")
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        trainable = tuple(p is not None and p.requires_grad for p in parameters)
+        entries.append((trainable, torch.is_grad_enabled(), autocast, torch.get_default_dtype()))
+        before = self._latest.entries
+        if not before or not _same(before[:-1], entries[:-1]) or before[-1] != entries[-1]:
+            self._latest = Snapshot(tuple(entries))
+        return self._latest
+
+    def difference(self, one: Snapshot, other: Snapshot) -> str:
+        """Say where two snapshots differ."""
+        changed = [name for (name, _), a, b in zip(self._modules, one.entries, other.entries, strict=False) if a != b]
+        return f"the attributes of module {changed[0]!r}" if changed else "its modes"
+
+    def _picture(self, name: str, module: nn.Module, pictures: dict[int, Hashable]) -> Hashable:
+        holds = vars(module)
+        values = tuple(holds.values())
+        seen = self._seen.get(id(module))
+        hooked = bool(
+            module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or holds.get("_backward_pre_hooks")
+        )
+        if seen is not None and seen.settled and not hooked and _same(values, seen.values):
+            return seen.picture
+        own = attributes(module, self._stateful.get(name, ()))
+        picture: Hashable = (
+            type(module),
+            module.training,
+            tuple((key, frozen(value, pictures, objects=False)) for key, value in own.items()),
+            hooks(module),
+        )
+        if seen is not None and seen.picture == picture:
+            picture = seen.picture
+        self._seen[id(module)] = _Seen(values, picture, not hooked and all(map(_settled, own.values())))
+        return picture
+
+
+def _same(these: Sequence[Any], those: Sequence[Any]) -> bool:
+    return len(these) == len(those) and all(map(operator.is_, these, those))
+
+
+def _settled(value: Any) -> bool:
+    """Whether a value's picture can change only when another object takes its place."""
+    if isinstance(value, tuple):
+        return all(map(_settled, value))
+    return value is None or isinstance(value, (*_PLAIN, float)) or _by_identity(value)

@@ -41,7 +41,7 @@ def gather_state(model: nn.Module, owner: Mapping[str, int], world: World) -> di
         holder = owner.get(key, 0)
         value = own.get(key)
         if not isinstance(world, LocalWorld) and holder != 0:
-            values = world.collect(value if world.process == holder else None)
+            values = world.collect(value if world.process == holder else None, "state_dict()")
             value = values[holder] if values else None
         if world.process == 0:
             gathered[key] = value
@@ -69,13 +69,13 @@ def load_state(model: nn.Module, state: Mapping[str, Any], owner: Mapping[str, i
             _check(model, state, strict=strict)
         except FxChimeraError as error:
             problem = str(error)
-    problem = world.spread(problem)
+    problem = world.spread(problem, "load_state_dict()")
     if problem is not None:
         raise FxChimeraError(problem)
-    keys = world.spread(list(state))
+    keys = world.spread(list(state), "load_state_dict()")
     tensors = dict(model.state_dict(keep_vars=True))
     for key in keys:
-        value = world.spread(state.get(key))
+        value = world.spread(state.get(key), "load_state_dict()")
         target = tensors.get(key)
         if isinstance(target, torch.Tensor) and not target.is_meta:
             with torch.no_grad():

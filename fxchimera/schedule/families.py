@@ -6,10 +6,16 @@ from collections.abc import Callable
 
 from fxchimera.errors import ScheduleError
 from fxchimera.schedule.action import Kind
-from fxchimera.schedule.chimera import chimera
+from fxchimera.schedule.chimera import chimera, chimera_doubling, chimera_halving
+from fxchimera.schedule.continuous import continuous
+from fxchimera.schedule.dualpipe import dualpipe, dualpipev
 from fxchimera.schedule.gpipe import gpipe
+from fxchimera.schedule.interleaved import interleaved_one_f_one_b
 from fxchimera.schedule.one_f_one_b import one_f_one_b
 from fxchimera.schedule.order import Order
+from fxchimera.schedule.v_half import v_half
+from fxchimera.schedule.zbv import zbv
+from fxchimera.schedule.zero_bubble import zb_h1
 
 __all__ = ["forward_only", "make_order", "schedules"]
 
@@ -17,14 +23,36 @@ _BACKWARD = (Kind.B, Kind.I, Kind.W, Kind.SEND_B, Kind.RECV_B, Kind.SEND_G, Kind
 
 
 def schedules() -> dict[str, Callable[[int, int], Order]]:
-    """The families by name: each takes the numbers of stages and of micro-batches."""
-    return {"gpipe": gpipe, "1f1b": one_f_one_b, "chimera": chimera}
+    """The families by name: each takes the numbers of ranks D and of micro-batches N.
+
+    Interleaved 1F1B, ZBV, V-Half and DualPipeV cut the model into 2D stages, two a rank; the others into D.
+    """
+    return {
+        "gpipe": gpipe,
+        "1f1b": one_f_one_b,
+        "chimera": chimera,
+        "chimera-doubling": chimera_doubling,
+        "chimera-halving": chimera_halving,
+        "chimera-4": lambda num_stages, n_microbatches: chimera(num_stages, n_microbatches, pairs=2),
+        "continuous": lambda num_stages, n_microbatches: continuous(num_stages, n_microbatches),
+        "interleaved-1f1b": lambda num_stages, n_microbatches: interleaved_one_f_one_b(num_stages, n_microbatches),
+        "zb-h1": zb_h1,
+        "zbv": lambda num_stages, n_microbatches: zbv(num_stages, n_microbatches),
+        "v-half": v_half,
+        "dualpipe": dualpipe,
+        "dualpipev": dualpipev,
+    }
 
 
 def make_order(schedule: str, num_stages: int, n_microbatches: int) -> Order:
     """The compute-only order of a family, by name (upper or lower case).
 
     With one stage every family is the same: forward and backward of one micro-batch after the other.
+
+    Args:
+        schedule: The family's name.
+        num_stages: Ranks D; the order's placement tells into how many stages it cuts the model (D, or 2D with two chunks a rank).
+        n_microbatches: Micro-batches N of a step, all pipes together.
 
     Raises:
         ScheduleError: The name is unknown, a number is below 1, or the family refuses the number of stages.

@@ -35,8 +35,8 @@ class Rule:
         forward_first: Forwards before backwards.
         wait: Leave the rank idle instead of a weight gradient if a backward arrives within this share of its seconds.
         wait_forward: The same for forwards.
-        credit: (alpha, beta): a stage runs ahead by at most floor(alpha * lifespan / period + beta) micro-batches; needed where the cap
-            is below D.
+        credit: (alpha, beta): a pipe holds at most floor(alpha * lifespan / period + beta) micro-batches at a stage; needed where
+            the cap is below D.
         split: (first, last): of every pipe the first and last so many micro-batches have split backwards, the rest whole ones; None
             splits all.
     """

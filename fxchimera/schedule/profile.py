@@ -170,6 +170,10 @@ class Costs:
             return self.latency + self._sync_bytes(action, rank) / self.sync_bytes_per_second
         return self.boundary_seconds(action.stage if kind in (Kind.SEND_F, Kind.RECV_B) else action.stage - 1)
 
+    def wire_seconds(self, action: Action, rank: int | None = None) -> float:
+        """The part of :meth:`message_seconds` in which a message's bytes are on the wire: all but the latency."""
+        return self.message_seconds(action, rank) - self.latency
+
     def _sync_bytes(self, action: Action, rank: int | None) -> int:
         at_mirror = action.kind in (Kind.SEND_G, Kind.RECV_P)
         found = 0

@@ -1,11 +1,10 @@
-"""The search's inner loop: one plan in flat arrays, and the seconds of its operations after a change.
+"""The search's inner loop: one plan in flat lists, and the ends of its operations after a change.
 
-Everything here is written so that it runs on plain lists and, unchanged, compiled by numba on arrays (kernel.py): indices, numbers,
-loops.  An operation waits for the one before it on its rank and for at most one other, its data:
+An operation waits for the one before it on its rank and for at most one other, its data:
 
     F of stage s    F of stage s-1                 X of stage s    X of stage s+1, at the last stage its own F
 
-that its W and its X come after its F and X on the same rank is kept by the moves themselves.
+That X comes after F and W after X on their rank is kept by the moves themselves (moves.py).
 
 After a change only what ends at or after the first changed start is computed again, and not even that once it is clear that the
 plan ends too late: an operation's end plus the shortest chain after it is a bound.
@@ -13,19 +12,19 @@ plan ends too late: an operation's end plus the shortest chain after it is a bou
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
 from fxchimera.schedule.problem import Plan, Problem
 
-__all__ = ["NEVER", "Shop", "make_shop", "plan_of", "retime"]
+__all__ = ["NEVER", "Shop", "accept", "make_shop", "makespan_of", "retime"]
 
 NEVER = 1e300
 
 
-class Shop(NamedTuple):
-    """A plan in arrays; lists here, numpy arrays when compiled.
+@dataclass(slots=True)
+class Shop:
+    """A plan in lists.
 
     Args:
         rank: By operation, its rank.
@@ -38,62 +37,55 @@ class Shop(NamedTuple):
         half: By cell, seconds of I.
         whole: By cell, seconds of B.
         caps: By rank, the memory.
-        seq: By rank, the operations in order, padded at the end with -1.
-        size: By rank, the number of operations.
+        seq: By rank, the operations in order.
         pos: By operation, its place in ``seq``; -1 for the W of a fused cell.
         end: By operation, its end in the accepted plan.
         fresh: By operation, its end in the plan that is looked at.
         stamp: By operation, the number of the look at which ``fresh`` was set.
         log: The operations set in this look.
-        at: By rank, the place reached in this look.
-        free: By rank, when it becomes free in this look.
-        stack: Ranks to look at.
-        path: Scratch for the critical operations.
-        state: Number of the look, length of ``log``, length of ``path``, operations looked at in all.
+        path: The operations of one longest chain.
+        look: Number of the look.
+        work: Operations looked at so far, in all looks.
     """
 
-    rank: Any
-    pred: Any
-    succ: Any
-    lag: Any
-    tail: Any
-    seconds: Any
-    hold: Any
-    half: Any
-    whole: Any
-    caps: Any
-    seq: Any
-    size: Any
-    pos: Any
-    end: Any
-    fresh: Any
-    stamp: Any
-    log: Any
-    at: Any
-    free: Any
-    stack: Any
-    path: Any
-    state: Any
+    rank: list[int]
+    pred: list[int]
+    succ: list[int]
+    lag: list[float]
+    tail: list[float]
+    seconds: list[float]
+    hold: list[float]
+    half: list[float]
+    whole: list[float]
+    caps: list[float]
+    seq: list[list[int]]
+    pos: list[int]
+    end: list[float]
+    fresh: list[float]
+    stamp: list[int]
+    log: list[int]
+    path: list[int]
+    look: int = 0
+    work: int = 0
 
 
 def make_shop(problem: Problem, plan: Plan) -> Shop:
-    """The arrays of a plan; nothing is computed yet (:func:`retime` with ``since`` = -1 does it)."""
-    place, costs, cells = problem.placement, problem.costs, problem.num_cells
-    stages, ops, ranks = place.num_stages, 3 * problem.num_cells, place.num_ranks
+    """The lists of a plan; nothing is computed yet (:func:`retime` with ``since`` = -1 does it)."""
+    costs, cells, stages = problem.costs, problem.num_cells, problem.placement.num_stages
+    ops = 3 * cells
     pred, succ, lag = _links(problem)
-    seconds, hold = [0.0] * ops, [0.0] * ops
-    half, whole = ([values[cell % stages] for cell in range(cells)] for values in _backwards(problem))
+    seconds, hold, pos = [0.0] * ops, [0.0] * ops, [-1] * ops
+    half = [costs.input_grad[cell % stages] for cell in range(cells)]
+    whole = [costs.full_backward(cell % stages) for cell in range(cells)]
     for cell in range(cells):
         stage = cell % stages
         seconds[3 * cell], hold[3 * cell] = costs.forward[stage], problem.holds[stage]
         seconds[3 * cell + 1] = whole[cell] if plan.fused[cell] else half[cell]
         seconds[3 * cell + 2] = costs.weight_grad[stage]
         hold[3 * cell + (1 if plan.fused[cell] else 2)] = -problem.holds[stage]
-    width = 1 + max(3 * sum(1 for rank in problem.rank_of() if rank == one) for one in range(ranks))
-    pos = [-1] * ops
-    for actions in plan.ranks:
-        for place_, op in enumerate(actions):
-            pos[op] = place_
+    for row in plan.ranks:
+        for place, op in enumerate(row):
+            pos[op] = place
     return Shop(
         rank=[rank for rank in problem.rank_of() for _ in range(3)],
         pred=pred,
@@ -105,61 +97,43 @@ def make_shop(problem: Problem, plan: Plan) -> Shop:
         half=half,
         whole=whole,
         caps=[cap + 1e-6 for cap in problem.caps],
-        seq=[list(actions) + [-1] * (width - len(actions)) for actions in plan.ranks],
-        size=[len(actions) for actions in plan.ranks],
+        seq=[list(row) for row in plan.ranks],
         pos=pos,
         end=[0.0] * ops,
         fresh=[0.0] * ops,
         stamp=[0] * ops,
-        log=[0] * ops,
-        at=[0] * ranks,
-        free=[0.0] * ranks,
-        stack=[0] * (ops + 2 * ranks),
-        path=[0] * ops,
-        state=[0, 0, 0, 0],
+        log=[],
+        path=[],
     )
 
 
-def plan_of(shop: Shop) -> Plan:
-    """The plan in the arrays."""
-    ranks = [[int(op) for op in row[: int(size)]] for row, size in zip(shop.seq, shop.size, strict=True)]
-    return Plan(ranks, [bool(shop.pos[3 * cell + 2] < 0) for cell in range(len(shop.half))])
+def makespan_of(problem: Problem, plan: Plan) -> float:
+    """The makespan of a plan in seconds; NEVER where its ranks wait for each other."""
+    return retime(make_shop(problem, plan), NEVER, -1.0, -1, 0)
 
 
 def retime(shop: Shop, limit: float, since: float, moved: int, begin: int) -> float:
     """Computes the ends anew from ``since`` on into ``fresh``; returns the makespan, or NEVER where it passes ``limit``.
 
     Args:
-        shop: The arrays, the sequence already changed.
+        shop: The lists, the sequence already changed.
         limit: Give up as soon as the makespan must be above.
         since: No operation that ends before is affected; -1 computes all.
         moved: The rank whose sequence was changed; -1 for none.
         begin: The first changed place on that rank.
     """
     rank, pred, succ, lag, tail, seconds = shop.rank, shop.pred, shop.succ, shop.lag, shop.tail, shop.seconds
-    end, fresh, stamp, log, at, free, stack = shop.end, shop.fresh, shop.stamp, shop.log, shop.at, shop.free, shop.stack
-    seq, size, state = shop.seq, shop.size, shop.state
-    state[0] += 1
-    look, done, top, left = state[0], 0, 0, 0
-    makespan = 0.0
-    for one in range(len(size)):
-        low, high = 0, begin if one == moved else size[one]
-        while low < high:
-            middle = (low + high) // 2
-            if end[seq[one][middle]] < since:
-                low = middle + 1
-            else:
-                high = middle
-        at[one] = low
-        free[one] = end[seq[one][low - 1]] if low else 0.0
-        left += size[one] - low
-        stack[top] = one
-        top += 1
-    while top:
-        top -= 1
-        one = stack[top]
-        row, place, last, now = seq[one], at[one], size[one], free[one]
-        while place < last:
+    end, fresh, stamp, seq = shop.end, shop.fresh, shop.stamp, shop.seq
+    shop.look += 1
+    look, log = shop.look, shop.log
+    log.clear()
+    at, free = _begin(shop, since, moved, begin)
+    left = sum(map(len, seq)) - sum(at)
+    stack = list(range(len(seq)))
+    while stack:
+        one = stack.pop()
+        row, place, now = seq[one], at[one], free[one]
+        while place < len(row):
             op = row[place]
             data = pred[op]
             if data >= 0:
@@ -173,35 +147,43 @@ def retime(shop: Shop, limit: float, since: float, moved: int, begin: int) -> fl
                     now = ready
             now += seconds[op]
             if now + tail[op] > limit:
-                state[1] = done
+                shop.work += len(log)
                 return NEVER
             fresh[op] = now
             stamp[op] = look
-            log[done] = op
-            done += 1
+            log.append(op)
             place += 1
             waiting = succ[op]
             if waiting >= 0:
                 other = rank[waiting]
-                if other != one and at[other] < size[other] and seq[other][at[other]] == waiting:
-                    stack[top] = other
-                    top += 1
-        at[one] = place
-        free[one] = now
-    state[1] = done
-    state[3] += done
-    if done < left:
-        return NEVER  # the ranks wait for each other
-    for one in range(len(size)):
-        if free[one] > makespan:
-            makespan = free[one]
-    return makespan
+                if other != one and at[other] < len(seq[other]) and seq[other][at[other]] == waiting:
+                    stack.append(other)
+        at[one], free[one] = place, now
+    shop.work += len(log)
+    return max(free) if len(log) == left else NEVER
 
 
-def _backwards(problem: Problem) -> tuple[Sequence[float], Sequence[float]]:
-    """By stage, seconds of I and of B."""
-    costs = problem.costs
-    return costs.input_grad, [costs.full_backward(stage) for stage in range(len(costs.forward))]
+def accept(shop: Shop) -> None:
+    """Makes the ends that were looked at the accepted ones."""
+    end, fresh = shop.end, shop.fresh
+    for op in shop.log:
+        end[op] = fresh[op]
+
+
+def _begin(shop: Shop, since: float, moved: int, begin: int) -> tuple[list[int], list[float]]:
+    """By rank, the first place that must be computed again, and when the one before it ends."""
+    at, free, end = [], [], shop.end
+    for one, row in enumerate(shop.seq):
+        low, high = 0, begin if one == moved else len(row)
+        while low < high:
+            middle = (low + high) // 2
+            if end[row[middle]] < since:
+                low = middle + 1
+            else:
+                high = middle
+        at.append(low)
+        free.append(end[row[low - 1]] if low else 0.0)
+    return at, free
 
 
 def _links(problem: Problem) -> tuple[list[int], list[int], list[float]]:
@@ -223,7 +205,7 @@ def _links(problem: Problem) -> tuple[list[int], list[int], list[float]]:
     return pred, succ, lag
 
 
-def _tails(problem: Problem, lag: list[float], half: list[float], whole: list[float]) -> list[float]:
+def _tails(problem: Problem, lag: Sequence[float], half: Sequence[float], whole: Sequence[float]) -> list[float]:
     """By operation, the shortest chain after it."""
     stages, tail = problem.placement.num_stages, [0.0] * len(lag)
     for cell in range(problem.num_cells):
@@ -237,9 +219,3 @@ def _tails(problem: Problem, lag: list[float], half: list[float], whole: list[fl
         else:
             tail[3 * cell] = lag[3 * cell + 3] + problem.costs.forward[stage + 1] + tail[3 * cell + 3]
     return tail
-
-
-def random_numbers(seed: int, count: int) -> list[float]:
-    """Numbers in (0, 1), the same on every machine."""
-    generator = random.Random(seed)
-    return [generator.random() for _ in range(count)]

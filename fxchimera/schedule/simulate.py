@@ -4,12 +4,16 @@ Ranks work through their lists.  A computation waits for its rank and its data. 
 occupies no rank and arrives after its seconds; a receive is posted when its rank reaches it and holds nobody up, the computation
 that needs the data does.  A compute-only order has no messages, so data that changes rank takes the message's seconds instead.
 
+Options: a link (an ordered pair of ranks) may carry one message at a time, the others queue behind it; and every computation may
+take a random factor longer or shorter.
+
 Times are exact for the model: events are handled in the order of their ends, ties by rank, so nothing depends on hashing.
 """
 
 from __future__ import annotations
 
 import heapq
+import random
 from collections.abc import Iterator
 
 from fxchimera.errors import ScheduleError
@@ -24,13 +28,23 @@ __all__ = ["completions", "simulate"]
 _Key = tuple[int, Action]  # (rank, the RECV that brings the data); for data made on the rank itself the RECV that would have
 
 
-def simulate(order: Order, costs: Costs) -> Timeline:
+def simulate(order: Order, costs: Costs, *, exclusive_links: bool = False, noise: float = 0.0, seed: int = 0) -> Timeline:
     """The timeline of an order, compute-only or lowered, under given costs.
+
+    Args:
+        order: What every rank does.
+        costs: Seconds of every stage, bytes of every message.
+        exclusive_links: A link carries the bytes of one message at a time (the latency of several may overlap).
+        noise: Standard deviation of the factor on every computation's seconds; factors are normal around 1, never below 0.1.
+        seed: Of the noise; one seed gives every computation the same factor in every order of the same placement.
 
     Raises:
         ScheduleError: The order cannot proceed; the message names the action each stuck rank waits at, and what for.
     """
-    events = _Run(order, costs).events()
+    run = _Run(order, costs, exclusive=exclusive_links)
+    if noise:
+        run.factors = _factors(order, noise, seed)
+    events = run.events()
     return Timeline(order.name, order.placement, tuple(sorted(events, key=lambda event: (event.start, event.end, event.rank))))
 
 
@@ -46,7 +60,7 @@ def completions(order: Order, costs: Costs) -> list[tuple[int, Action]]:
 class _Run:
     """State of one simulation."""
 
-    def __init__(self, order: Order, costs: Costs) -> None:
+    def __init__(self, order: Order, costs: Costs, *, exclusive: bool = False) -> None:
         if len(costs.forward) != order.placement.num_stages:
             raise ScheduleError(f"the costs cover {len(costs.forward)} stages, the order has {order.placement.num_stages}")
         self.order, self.costs, self.place = order, costs, order.placement
@@ -58,6 +72,9 @@ class _Run:
         self.waiting: dict[_Key, int] = {}  # the rank that stands still for it
         self.running: list[tuple[float, int, float]] = []  # heap of (end, rank, start)
         self.done: set[Action] = set()
+        self.factors: dict[Action, float] = {}
+        self.exclusive = exclusive
+        self.wire: dict[tuple[int, int], float] = {}  # when a link has carried what it was given
         self.out: list[Event] = []
         self.refresh: dict[tuple[int, int], list[_Key]] = {}
         for rank, action in order:
@@ -92,7 +109,8 @@ class _Run:
                         self.waiting[key] = rank
                         return
                     begin = max(begin, self.ready[key])
-                heapq.heappush(self.running, (begin + self.costs.seconds(action), rank, begin))
+                seconds = self.costs.seconds(action) * self.factors.get(action, 1.0)
+                heapq.heappush(self.running, (begin + seconds, rank, begin))
                 return
             if action.kind.is_recv:
                 self.posted[rank, action] = now
@@ -102,7 +120,7 @@ class _Run:
             else:
                 other = peer(action, rank, self.place)
                 key = other, counterpart(action, rank)
-                self.sent[key] = Event(rank, action, now, now + self.costs.message_seconds(action, rank))
+                self.sent[key] = Event(rank, action, now, self.carried(action, rank, other, now))
                 self.out.append(self.sent[key])
                 self.arrive(key, now)
             self.position[rank] += 1
@@ -119,8 +137,16 @@ class _Run:
         """Hands a result on: to its own rank at once, to another rank only where no message does it."""
         other = peer(made, rank, self.place)
         if other == rank or not self.lowered:
-            seconds = 0.0 if other == rank else self.costs.message_seconds(made, rank)
-            self.wake((other, counterpart(made, rank)), now + seconds, now)
+            when = now if other == rank else self.carried(made, rank, other, now)
+            self.wake((other, counterpart(made, rank)), when, now)
+
+    def carried(self, send: Action, rank: int, other: int, now: float) -> float:
+        """When a message that is sent now is there."""
+        if not self.exclusive:
+            return now + self.costs.message_seconds(send, rank)
+        begin = max(now, self.wire.get((rank, other), 0.0))
+        self.wire[rank, other] = begin + self.costs.wire_seconds(send, rank)
+        return begin + self.costs.message_seconds(send, rank)
 
     def arrive(self, key: _Key, now: float) -> None:
         """Completes a message of which both ends have been reached."""
@@ -146,6 +172,17 @@ class _Run:
             why = ", ".join(f"{need} (or its data made on the rank)" for need in missing) or "a computation that comes later"
             lines.append(f"rank {rank} stands at {action} and waits for {why}")
         return f"order {self.order.name!r} cannot proceed: " + "; ".join(lines)
+
+
+def _factors(order: Order, noise: float, seed: int) -> dict[Action, float]:
+    """Random factors, drawn in one fixed order of all possible computations."""
+    place, chance = order.placement, random.Random(seed)
+    return {
+        Action(stage, kind, microbatch): max(0.1, chance.gauss(1.0, noise))
+        for microbatch in range(place.n_microbatches)
+        for stage in range(place.num_stages)
+        for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
+    }
 
 
 def _made(action: Action, num_stages: int) -> Action | None:

@@ -84,10 +84,11 @@ class NodeInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
-    """A value that the recording read into Python and that depends on the inputs only.
+    """A value that the recording read into Python and that depends on the inputs, and on keyed randomness, only.
 
     ``evaluate(inputs)`` computes it again from real input tensors (in placeholder order); the recording holds for a batch
-    iff the result equals ``expected``.
+    iff the result equals ``expected``.  What was drawn at random is drawn again, so it must run in
+    ``keyed.microbatch_randomness`` of the micro-batch.
     """
 
     description: str
@@ -126,6 +127,8 @@ class Captured:
     ``open_modules`` are the qualified names of modules recorded by their inner calls (always includes "" for the model itself).
     ``device`` is where the recording's tensors live; a ``torch.device`` argument in the graph means it.
     ``grad_enabled`` is the grad mode that the forward began in: a node of the other mode set it itself.
+    Without ``cache`` the model's key-value caches were switched off in evaluation too.
+    ``host_keys`` are the calls of opened modules that draw from Python's or numpy's generator: the recording holds for these draws.
     """
 
     graph: fx.Graph
@@ -140,6 +143,8 @@ class Captured:
     report: CaptureReport
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     grad_enabled: bool = True
+    host_keys: tuple[RandomKey, ...] = ()
+    cache: bool = True
 
 
 _NOTHING = NodeInfo()

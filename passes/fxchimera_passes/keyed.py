@@ -26,7 +26,7 @@ from fxchimera_passes._torch import TorchDispatchMode
 from fxchimera_passes.captured import RandomKey
 from fxchimera_passes.recompute import Replacement, Replay
 
-__all__ = ["HOST_ORDINAL", "is_random", "keyed_model", "keyed_random", "microbatch_randomness", "seed_of"]
+__all__ = ["HOST_ORDINAL", "is_random", "keyed_model", "keyed_random", "microbatch_randomness", "named_microbatch", "seed_host", "seed_now", "seed_of"]
 
 # A key with this ordinal says that the module draws from Python's or numpy's global generator.
 HOST_ORDINAL = -1
@@ -47,6 +47,19 @@ def microbatch_randomness(seed: int, step: int, microbatch: int) -> Iterator[Non
         yield
     finally:
         _MICROBATCH.reset(token)
+
+
+def named_microbatch() -> AbstractContextManager[None]:
+    """Name the micro-batch (0, 0, 0) unless one is named already, so that what is drawn in a recording has a key too."""
+    return microbatch_randomness(0, 0, 0) if _MICROBATCH.get() is None else nullcontext()
+
+
+def seed_now(key: RandomKey) -> int:
+    """The seed of one random operation in the micro-batch named at present."""
+    with named_microbatch():
+        where = _MICROBATCH.get()
+        assert where is not None
+        return seed_of(*where, key)
 
 
 def keyed_random(keys: Sequence[RandomKey]) -> AbstractContextManager[object]:
@@ -181,7 +194,7 @@ def _generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generato
 @contextmanager
 def _with_host(mode: AbstractContextManager[object], seed: int) -> Iterator[None]:
     with _host_generators():
-        _seed_host(seed)
+        seed_host(seed)
         with mode:
             yield
 
@@ -198,7 +211,8 @@ def _host_generators() -> Iterator[None]:
             np.random.set_state(numpy_state)
 
 
-def _seed_host(seed: int) -> None:
+def seed_host(seed: int) -> None:
+    """Seed Python's and numpy's global generators."""
     python_random.seed(seed)
     np.random.seed(seed % 2**32)  # the user's code draws from numpy's global generator
 
@@ -211,5 +225,5 @@ class _Seeding:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if self.calls in self.seeds:
-            _seed_host(self.seeds[self.calls])
+            seed_host(self.seeds[self.calls])
         self.calls += 1

@@ -1,17 +1,17 @@
 """Keep the cut of one recording in another recording of the same model: another batch size, or eval mode.
 
-Recordings of one model agree on most nodes but not on all (no dropout in eval mode, other masks for other shapes).  A node's anchor
-is (operation, target, owning module, how many like it came before); each cut must fall between the last node that both recordings
-have before it and the first one that both have after it, and among the legal places there the one that sends least is taken.
+Recordings of one model agree on most nodes but not on all (no dropout in eval mode, other masks for other shapes, a layer left out).
+A node's anchor is (operation, target, owning module, line, how many like it came before), and of the anchors that both recordings
+have the longest run in the same order counts.  Each cut must fall between the last of them before it and the first after it; among
+the legal places there the one that sends least is taken.  A stage may be left without any operation.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 from torch import fx
@@ -25,7 +25,7 @@ from fxchimera_passes.plan import Stage, StagePlan
 
 __all__ = ["transfer"]
 
-_Anchor = tuple[str, str, str, int]
+_Anchor = tuple[str, str, str, str, int]
 
 
 def transfer(captured: Captured, plan: StagePlan, other: Captured) -> StagePlan:
@@ -48,11 +48,12 @@ def transfer(captured: Captured, plan: StagePlan, other: Captured) -> StagePlan:
 
 
 def _anchors(nodes: Sequence[fx.Node]) -> list[_Anchor]:
-    seen: Counter[tuple[str, str, str]] = Counter()
+    seen: Counter[tuple[str, str, str, str]] = Counter()
     found = []
     for node in nodes:
         target = node.target if isinstance(node.target, str) else _function_name(node.target)
-        key = (node.op, target, info(node).module)
+        line = "" if node.op == "call_module" else info(node).line  # a module may be called from anywhere
+        key = (node.op, target, info(node).module, line)
         found.append((*key, seen[key]))
         seen[key] += 1
     return found
@@ -65,28 +66,53 @@ def _function_name(function: Any) -> str:
 
 def _positions(captured: Captured, plan: StagePlan, live: Liveness) -> list[int]:
     nodes = tuple(captured.graph.nodes)
-    names = dict(zip((node.name for node in nodes), _anchors(nodes), strict=True))
+    anchors = dict(zip((node.name for node in nodes), _anchors(nodes), strict=True))
     carried = set(live.carried)
     moving = {nodes[i].name for i in sweep(captured).recomputed}
     found = {anchor: i for i, anchor in enumerate(_anchors(live.nodes)) if i in carried}
-    places = [[(name, found[names[name]]) for name in s.nodes if name not in moving and names[name] in found] for s in plan.stages]
+    shared = [
+        (found[anchors[name]], stage.index)
+        for stage in plan.stages
+        for name in stage.nodes
+        if name not in moving and anchors[name] in found
+    ]
+    kept = [shared[k] for k in _longest_ascending([place for place, _ in shared])]
     positions: list[int] = []
-    for number, (left, right) in enumerate(pairwise(places)):
-        if not left or not right:
-            missing = plan.stages[number if not left else number + 1]
-            raise PartitionError(
-                f"stage {missing.index}, which begins at {missing.nodes[0]!r}, has no operation in the other recording"
-            )
-        positions.append(_between(live, max(i for _, i in left), min(right, key=lambda place: place[1])))
+    for number in range(len(plan.stages) - 1):
+        low = max([place for place, stage in kept if stage <= number], default=live.carried[0] if live.carried else 0)
+        high = min([place for place, stage in kept if stage > number], default=len(live.nodes) - 1)
+        positions.append(_between(live, max([low + 1, *positions]), high))
     return positions
 
 
-def _between(live: Liveness, last: int, first: tuple[str, int]) -> int:
-    name, end = first
-    legal = live.cuttable[bisect_right(live.cuttable, last) : bisect_right(live.cuttable, end)]
+def _longest_ascending(values: Sequence[int]) -> list[int]:
+    """Indices of a longest strictly ascending run in ``values``, not necessarily of neighbours."""
+    ends: list[int] = []
+    tails: list[int] = []
+    before: list[int] = []
+    for index, value in enumerate(values):
+        place = bisect_left(ends, value)
+        before.append(tails[place - 1] if place else -1)
+        ends[place : place + 1] = [value]
+        tails[place : place + 1] = [index]
+    run: list[int] = []
+    index = tails[-1] if tails else -1
+    while index >= 0:
+        run.append(index)
+        index = before[index]
+    return run[::-1]
+
+
+def _between(live: Liveness, first: int, last: int) -> int:
+    """The legal position from ``first`` to ``last`` that sends least."""
+    legal = live.cuttable[bisect_left(live.cuttable, first) : bisect_right(live.cuttable, last)]
+    if not legal and last == len(live.nodes) - 1:
+        return last  # nothing is left for the later stages
     if not legal:
-        why = "the order of operations changed" if last >= end else obstacle(live, end)
-        raise PartitionError(f"the cut before {name!r} cannot be kept in the other recording: {why}. Give split_points= instead")
+        raise PartitionError(
+            f"the cut before {live.nodes[last].name!r} cannot be kept in the other recording: {obstacle(live, last)}. "
+            "Give split_points= instead"
+        )
     return min(legal, key=lambda position: live.crossing_bytes[position])
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxchimera_passes.analytic import analytic
-from fxchimera_passes.capture import capture, interpret
+from fxchimera_passes.capture import capture, interpret, recapture
 from fxchimera_passes.captured import RandomKey, info
 from fxchimera_passes.keyed import HOST_ORDINAL, keyed_model, microbatch_randomness, seed_of
 from fxchimera_passes.stages import make_plan
@@ -96,20 +96,115 @@ def test_stages_and_the_whole_model_draw_the_same():
     assert not model.jitters[0]._forward_pre_hooks
 
 
-def test_a_module_that_draws_is_not_opened():
+class Row(nn.Module):
+    """Eight blocks of the same weight; each draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.jitters = nn.ModuleList(Jitter() for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for jitter in self.jitters:
+            x = jitter(x)
+        return x
+
+
+def test_a_module_that_draws_and_fits_in_a_stage_is_not_opened():
+    captured = capture(build(Row), (data(),), {}, num_stages=4)
+    assert "draws from random and numpy.random" in captured.report.closed["jitters.3"]
+    assert info(find(captured, "jitters.3")[0]).random == (RandomKey("jitters.3", 0, HOST_ORDINAL),)
+    assert captured.host_keys == ()
+
+
+def test_a_module_that_draws_and_is_too_large_for_a_stage_holds_for_one_seed():
     model = build(lambda: Wrapped(Jitter()))
-    captured = capture(model, (data(),), {}, num_stages=8)
-    assert "draws from random and numpy.random" in captured.report.closed["inner"]
-    assert info(find(captured, "inner")[0]).random == (RandomKey("inner", 0, HOST_ORDINAL),)
+    key = RandomKey("inner", 0, HOST_ORDINAL)
+    with microbatch_randomness(5, 6, 7):
+        captured = capture(model, (data(),), {}, num_stages=8)
+        (found,) = interpret(captured, [data()])
+        assert all(guard.holds((data(),)) for guard in captured.guards)
+    assert captured.host_keys == (key,)
+    python, numpy = random.Random(seed_of(5, 6, 7, key)), np.random.RandomState(seed_of(5, 6, 7, key) % 2**32)
+    assert torch.equal(found, (model.inner.layer(data()) * python.random() + numpy.rand()) * 2)
+    with microbatch_randomness(5, 6, 8):
+        assert not all(guard.holds((data(),)) for guard in captured.guards)
 
 
-def test_a_root_that_draws_is_noted():
+def test_a_root_that_draws_is_recorded_for_one_seed_and_says_so():
     class Model(Two):
         def between(self, x):
-            return x if random.random() < 2 else -x
+            return x if random.random() < 0.5 else -x
 
-    captured = capture(build(Model), (data(),), {})
+    model, key = build(Model), RandomKey("", 0, HOST_ORDINAL)
+    signs = set()
+    for microbatch in range(6):
+        with microbatch_randomness(1, 0, microbatch):
+            captured = capture(model, (data(),), {})
+        sign = 1 if random.Random(seed_of(1, 0, microbatch, key)).random() < 0.5 else -1
+        assert torch.equal(interpret(captured, [data()])[0], model.second(sign * model.first(data())))
+        signs.add(sign)
+    assert signs == {1, -1}
     (note,) = captured.report.notes
-    assert "own forward draws from random, before" in note
+    assert "draws from random (before" in note
     assert "recorded.py:" in note
-    assert not any(info(node).random for node in captured.graph.nodes)
+    assert "every micro-batch" in note
+
+
+class Depth(nn.Module):
+    """Leaves each layer out with a probability of 0.4; ``read`` turns a draw into a branch."""
+
+    def __init__(self, read: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if not eval(self.read):
+                x = x + layer(x)
+        return x
+
+
+READS = ["torch.rand(1).item() < 0.4", "torch.rand(()) < 0.4", "0.4 > float(torch.rand(()))", "torch.rand(1).item() * 2 < 0.8"]
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_layer_left_out_at_random_follows_the_keyed_draw(read):
+    model = build(Depth, read)
+    paths = set()
+    for microbatch in range(8):
+        with microbatch_randomness(3, 1, microbatch):
+            captured = capture(model, (data(),), {})
+            again = recapture(captured, (data(),), {}, training=True)
+            expected = data()
+            kept = []
+            for ordinal, layer in enumerate(model.layers):
+                generator = torch.Generator().manual_seed(seed_of(3, 1, microbatch, RandomKey("", 0, ordinal)))
+                if torch.rand(1, generator=generator) >= 0.4:
+                    expected = expected + layer(expected)
+                    kept.append(ordinal)
+            assert torch.equal(interpret(again, [data()])[0], expected)
+            assert all(guard.holds((data(),)) for guard in again.guards)
+            # the plan is made for the path with every layer, which holds only for a micro-batch that keeps them all
+            assert len({name for node in captured.graph.nodes for name in info(node).parameters}) == 8
+            compared = "* 2" not in read and "float" not in read
+            assert all(guard.holds((data(),)) for guard in captured.guards) == (len(kept) == 4 and compared)
+        paths.add(tuple(kept))
+    assert len(paths) > 2
+
+
+def test_the_answer_to_a_comparison_is_guarded_not_the_number():
+    model = build(Depth, READS[0])
+    with microbatch_randomness(3, 1, 0):
+        captured = recapture(capture(model, (data(),), {}), (data(),), {}, training=True)
+    held = 0
+    for microbatch in range(40):
+        draws = [
+            torch.rand(1, generator=torch.Generator().manual_seed(seed_of(3, 1, microbatch, RandomKey("", 0, k)))).item() < 0.4
+            for k in range(4)
+        ]
+        with microbatch_randomness(3, 1, microbatch):
+            holds = all(guard.holds((data(),)) for guard in captured.guards)
+        assert holds == (draws == [guard.expected for guard in captured.guards])
+        held += holds
+    assert 1 < held < 40

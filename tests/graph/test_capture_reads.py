@@ -56,8 +56,8 @@ def test_a_value_that_depends_on_nothing_needs_no_guard():
     assert captured.guards == ()
 
 
-@pytest.mark.parametrize("read", ["x.sum() > 0", "torch.rand(()) > 2", "self.first.weight.sum().item() > 0"])
-def test_a_branch_on_parameters_or_chance_at_the_root_is_refused(read):
+@pytest.mark.parametrize("read", ["x.sum() > 0", "x.sum() + torch.rand(()) > 2", "self.first.weight.sum().item() > 0"])
+def test_a_branch_on_parameters_at_the_root_is_refused(read):
     class Model(Two):
         def between(self, x):
             if eval(read):
@@ -91,3 +91,12 @@ def test_iterating_over_rows():
             return torch.stack([row * index for index, row in enumerate(x)])
 
     check(build(Model))
+
+
+def test_distributions_check_their_arguments_in_a_plain_run_only():
+    class Model(Two):
+        def between(self, x):
+            return x + torch.distributions.Normal(x, x.exp(), validate_args=True).log_prob(x.detach())
+
+    captured = check(build(Model))
+    assert captured.guards == ()

@@ -239,12 +239,13 @@ def test_two_directions_balance_pairs():
     assert pairs(plan.stages) == best
 
 
-def test_a_cut_whose_anchor_is_gone_is_named():
+def test_a_stage_whose_operations_are_gone_only_passes_on():
     _, captured, seconds = chain(1, 1, 1, 1)
     plan = make_plan(captured, seconds, 4)
     shorter = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    with pytest.raises(PartitionError, match="stage 3, which begins at '_3'"):
-        transfer(captured, plan, trace(shorter, torch.randn(2, 4)))
+    stages = transfer(captured, plan, trace(shorter, torch.randn(2, 4))).stages
+    assert [stage.nodes for stage in stages] == [("_0",), ("_1",), ("_2",), ()]
+    assert [[value.name for value in stage.received] for stage in stages] == [[], ["_0"], ["_1"], ["_2"]]
 
 
 def test_a_stage_must_not_read_new_parameters_elsewhere():

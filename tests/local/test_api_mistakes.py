@@ -1,11 +1,8 @@
-"""What is refused, with which words, and that nothing has happened by then; and what a failed step leaves."""
+"""What is refused, with which words, and that nothing has happened by then."""
 
 from __future__ import annotations
 
-import _thread
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -140,7 +137,7 @@ def test_state_outside_parameters_needs_one_copy_of_each_stage(kind: type[nn.Mod
         (F.mse_loss(reference(rows), wanted) / 4).backward()
     assert_close(found, Outcome(found.loss, gradients_of(reference)), 1e-12)
     torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=1e-12, atol=0.0)
-    assert getattr(model[1], "seen", 4) == 4  # type: ignore[index]
+    assert getattr(model[1], "seen", 4) == 4
 
 
 # ---------------------------------------------------------------------- at a step
@@ -151,25 +148,12 @@ def test_a_parameter_that_was_replaced_is_named() -> None:
     model = chain(4)
     with wrapped(model, x, num_stages=2, n_microbatches=4) as pipe:
         old = model[1].linear.weight
-        model[1].linear.weight = nn.Parameter(torch.zeros_like(old))  # type: ignore[arg-type]
+        model[1].linear.weight = nn.Parameter(torch.zeros_like(old))
         for call in (lambda: pipe.step(x, target=y), lambda: pipe(x)):
             with pytest.raises(FxChimeraError, match=r"'1\.linear\.weight' is another object"):
                 call()
         model[1].linear.weight = old
         assert torch.isfinite(pipe.step(x, target=y))
-
-
-def test_a_hook_that_needs_the_whole_gradient_needs_one_copy() -> None:
-    x, y = data(8)
-    model = chain(4)
-    seen: list[Any] = []
-    model[1].linear.weight.register_post_accumulate_grad_hook(seen.append)  # type: ignore[union-attr, operator]
-    refused = pytest.raises(FxChimeraError, match=r"'1\.linear\.weight' has a post-accumulate-grad hook.*1f1b")
-    with wrapped(model, x, num_stages=2, n_microbatches=4) as pipe, refused:
-        pipe.step(x, target=y)
-    with wrapped(model, x, num_stages=2, n_microbatches=4, schedule="1f1b") as pipe:
-        pipe.step(x, target=y)
-    assert len(seen) == 4
 
 
 @pytest.mark.parametrize(
@@ -198,84 +182,6 @@ def test_a_step_without_gradients_is_refused() -> None:
         pipe.evaluate(x, target=y)
 
 
-def moody(trouble: BaseException | Callable[[], None]) -> tuple[nn.Sequential, Callable[[int], None]]:
-    """A chain whose third layer has a hook, and a function that arms it: so many more calls pass, then the hook makes trouble."""
-    model = chain(4)
-    passes: list[int] = []
-
-    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-        if passes:
-            passes[0] -= 1
-            if passes[0] < 0:
-                if isinstance(trouble, BaseException):
-                    raise trouble
-                trouble()
-
-    model[2].register_forward_hook(hook)
-    return model, passes.append
-
-
-@pytest.mark.parametrize(("stages", "schedule"), [(1, "chimera"), (2, "chimera"), (4, "1f1b")])
-def test_an_error_in_the_users_code_names_its_place(stages: int, schedule: str) -> None:
-    """The original is the cause, the earlier gradients are intact, and the pipeline refuses to go on."""
-    x, y = data(8)
-    error = ValueError("planted mistake")
-    model, arm = moody(error)
-    with wrapped(model, x, num_stages=stages, n_microbatches=4, schedule=schedule) as pipe:
-        pipe.step(x, target=y)
-        before = gradients_of(model)
-        arm(2)
-        with pytest.raises(PipelineError, match=r"stage \d \((down|up)\), micro-batch \d.*ValueError: planted mistake") as caught:
-            pipe.step(x, target=y)
-        assert _root_cause(caught.value) is error
-        assert_same_tensors(gradients_of(model), before)
-        for call in (lambda: pipe.step(x, target=y), lambda: pipe(x), lambda: pipe.evaluate(x, target=y)):
-            with pytest.raises(PipelineError, match="planted mistake"):
-                call()
-
-
-def _root_cause(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def test_an_error_in_the_loss_function_names_its_place() -> None:
-    x, y = data(8)
-    armed: list[bool] = []
-
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        if armed:
-            raise RuntimeError("no loss today")
-        return F.mse_loss(output, target)
-
-    with wrapped(chain(4), x, loss_fn=loss_fn, num_stages=2, n_microbatches=4) as pipe:
-        pipe.step(x, target=y)
-        armed.append(True)
-        with pytest.raises(PipelineError, match=r"stage 1 .*no loss today"):
-            pipe.step(x, target=y)
-
-
-@pytest.mark.parametrize("where", ["in a rank", "in the caller"])
-@pytest.mark.parametrize("stages", [1, 4])
-def test_ctrl_c_stays_what_it_is_and_leaves_nothing(where: str, stages: int) -> None:
-    """No threads after close, and the gradients of before."""
-    x, y = data(8)
-    threads = threading.active_count()
-    model, arm = moody(KeyboardInterrupt() if where == "in a rank" else _thread.interrupt_main)
-    pipe = wrapped(model, x, num_stages=stages, n_microbatches=4)
-    pipe.step(x, target=y)
-    before = gradients_of(model)
-    arm(1)
-    with pytest.raises(KeyboardInterrupt):
-        pipe.step(x, target=y)
-    assert_same_tensors(gradients_of(model), before)
-    start = time.monotonic()
-    pipe.close()
-    assert threading.active_count() == threads
-    assert time.monotonic() - start < 5.0
-
-
 def test_a_closed_pipeline_says_so() -> None:
     x, y = data(8)
     pipe = wrapped(chain(4), x, num_stages=2, n_microbatches=4)
@@ -299,7 +205,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
             pipe.load_state_dict({**good, "3.linear.bias": torch.zeros(2)})
         assert_same_tensors(pipe.state_dict(), chain(4).state_dict())
         pipe.load_state_dict({"0.linear.bias": good["0.linear.bias"]}, strict=False)
-        assert torch.equal(model[0].linear.bias, good["0.linear.bias"])  # type: ignore[arg-type]
+        assert torch.equal(model[0].linear.bias, good["0.linear.bias"])
 
 
 def test_the_errors_are_of_one_family() -> None:

@@ -35,7 +35,7 @@ def test_what_is_packed_comes_back(parts: list[tuple[tuple[int, ...], torch.dtyp
     tensors, payload = [], []
     for shape, dtype, present, chooser in parts:
         order = list(range(len(shape)))
-        chooser.shuffle(order)  # type: ignore[attr-defined]
+        chooser.shuffle(order)
         tensors.append(random(shape, dtype).permute(order))
         payload.append(tensors[-1] if present else None)
     agreed = metas(*tensors)

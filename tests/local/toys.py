@@ -38,7 +38,7 @@ class Tanh(nn.Module):
 
 def chain(layers: int, width: int = WIDTH) -> nn.Sequential:
     """Equal layers, one after the other."""
-    return seeded(lambda: nn.Sequential(*(Tanh(width) for _ in range(layers))))  # type: ignore[return-value]
+    return seeded(lambda: nn.Sequential(*(Tanh(width) for _ in range(layers))))
 
 
 def data(rows: int, *shape: int, seed: int = 3) -> tuple[Tensor, Tensor]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxchimera.errors import ScheduleError
 from fxchimera.schedule import Action, Costs, Event, SyncEdge, Timeline, lower, make_order, one_way, read_csv, simulate
+from fxchimera.schedule.fleet import simulate_fleet
 
 
 def times(timeline):
@@ -201,3 +204,64 @@ def test_timeline_of_a_measured_run():
     assert (timeline.start, timeline.makespan, timeline.bubble, timeline.span_bubble) == (10.0, 4.0, 0.5, 0.5)
     empty = Timeline("nothing", one_way(1, 1), ())
     assert (empty.makespan, empty.bubble, empty.span_bubble) == (0.0, 0.0, 0.0)
+
+
+def test_exclusive_links_by_hand():
+    """Rank 0 sends a forward of 2 seconds on the wire every second: the second waits for the first, the third for both."""
+    costs = Costs(forward=(1, 0.5), input_grad=(0, 0), weight_grad=(0, 0), latency=0.25, bytes_per_second=10, boundary_bytes=(20,))
+    order = make_order("gpipe", 2, 3)
+    for one in (order, lower(order, costs)):
+        shared = times(simulate(one, costs))
+        assert [shared[1, f"1F{m}"] for m in range(3)] == [(3.25, 3.75), (4.25, 4.75), (5.25, 5.75)]
+        queued = times(simulate(one, costs, exclusive_links=True))
+        assert [queued[1, f"1F{m}"] for m in range(3)] == [(3.25, 3.75), (5.25, 5.75), (7.25, 7.75)]
+
+
+def test_noise():
+    """A factor a computation, the same in every order of a placement, 1 on average; without noise nothing changes."""
+    costs = Costs.uniform(4)
+    one, other = (
+        {str(event.action): event.end - event.start for event in simulate(order, costs, noise=0.1, seed=3).compute}
+        for order in (make_order("gpipe", 4, 50), make_order("1f1b", 4, 50))
+    )
+    assert one == pytest.approx(other)
+    forwards = [seconds for name, seconds in one.items() if "F" in name]
+    assert sum(forwards) / len(forwards) == pytest.approx(1.0, abs=0.03)
+    assert min(forwards) < 0.9 < 1.1 < max(forwards)
+    quiet = simulate(make_order("1f1b", 4, 9), costs)
+    assert simulate(make_order("1f1b", 4, 9), costs, noise=0.0, seed=8) == quiet
+
+
+@pytest.mark.parametrize("name", ["1f1b", "chimera", "zbv"])
+def test_fleet(name):
+    """Without noise each pipeline takes what one takes; the all-reduce of a stage starts after its last backward anywhere."""
+    order = make_order(name, 4, 8)
+    costs = Costs.uniform(order.placement.num_stages, latency=0.1)
+    alone = simulate(order, costs)
+    fleet = simulate_fleet(order, costs, 3)
+    assert fleet.compute == pytest.approx((alone.makespan,) * 3)
+    assert (fleet.step, fleet.exposed) == (pytest.approx(alone.makespan), 0.0)
+    noisy = simulate_fleet(order, costs, 50, noise=0.1, seed=1)
+    assert len(set(noisy.compute)) == 50
+    assert noisy == simulate_fleet(order, costs, 50, noise=0.1, seed=1)
+
+
+def test_fleet_all_reduce_by_hand():
+    """1F1B, D=2, N=1, F=1, B=2: stage 1 ends at 4, stage 0 at 6; over 4 pipelines a ring moves 2*3/4 of 80 bytes at 10 a second."""
+    costs = Costs(forward=(1, 1), input_grad=(1, 1), weight_grad=(1, 1), sync_bytes_per_second=10)
+    fleet = simulate_fleet(make_order("1f1b", 2, 1), costs, 4, stage_bytes=(80, 80))
+    assert (fleet.compute, fleet.step, fleet.exposed) == ((6.0,) * 4, 18.0, 12.0)
+    hidden = simulate_fleet(make_order("1f1b", 2, 1), costs, 4, stage_bytes=(0, 10))
+    assert (hidden.step, hidden.exposed) == (6.0, 0.0)  # stage 1's 1.5 seconds lie beside stage 0's backward
+
+
+def test_large_ones_are_quick():
+    """2,048 ranks (64 pipelines of D=32, N=64), and D=32 with N=256: asked at most a second each, on a processor of its own."""
+    order, costs = make_order("chimera", 32, 64), Costs.uniform(32, latency=0.1)
+    begin = time.process_time()
+    simulate_fleet(order, costs, 64, noise=0.1, stage_bytes=(1,) * 32)
+    assert time.process_time() - begin < 1.0
+    long = make_order("chimera", 32, 256)
+    begin = time.process_time()
+    simulate(long, costs)
+    assert time.process_time() - begin < 1.0

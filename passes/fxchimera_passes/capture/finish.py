@@ -40,6 +40,7 @@ def finish(
         report=report,
         device=recorder.device,
         grad_enabled=recorder.grad_enabled,
+        host_keys=tuple(recorder.host_keys),
     )
 
 

@@ -37,6 +37,8 @@ _QUERIES = frozenset(
     ["size", "dim", "stride", "__len__", "numel", "is_contiguous", "is_floating_point", "is_complex", "ndimension"]
 )
 _OPERATORS: Mapping[str, Callable[..., Any]] = {"__getitem__": operator.getitem, "__setitem__": operator.setitem}
+# Some methods are Python functions of another name: ``x ** 2`` calls one that is named "pow" and no function of any module.
+_METHOD_NAMES: Mapping[Any, str] = {value: name for name, value in vars(Tensor).items() if isinstance(value, types.FunctionType)}
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
@@ -102,6 +104,8 @@ class FunctionRule(TorchFunctionMode):
         if name in _OPERATORS and isinstance(func, _METHODS):
             return graph.call_function(_OPERATORS[name], args, kwargs)
         function: Any = func
+        if function in _METHOD_NAMES:
+            return graph.call_method(_METHOD_NAMES[function], args, kwargs)
         if isinstance(function, _METHODS) or getattr(Tensor, name, None) is function:
             return graph.call_method(name, args, kwargs)
         return graph.call_function(function, args, kwargs)

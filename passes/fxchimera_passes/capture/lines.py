@@ -9,10 +9,11 @@ import types
 
 import torch
 
-__all__ = ["first_line", "line_of", "user_line"]
+__all__ = ["first_line", "in_distributions", "line_of", "user_line"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_DISTRIBUTIONS = _TORCH + "distributions" + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
 
@@ -30,6 +31,14 @@ def user_line(*, beyond: str = "") -> str:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def in_distributions() -> bool:
+    """Tell whether the current torch call was made by the code of ``torch.distributions`` itself."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_DISTRIBUTIONS)
 
 
 def _is_ours(name: str) -> bool:

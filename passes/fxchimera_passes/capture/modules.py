@@ -54,6 +54,7 @@ class ModuleRule:
 
     def _open(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.recorder.entered.add(name)
+        self.recorder.seed_frame(name)
         names = self.recorder.writer.names
         attributes, slots = plain_state(module), names.slots([module])
         result = call_uncompiled(module, args, kwargs)

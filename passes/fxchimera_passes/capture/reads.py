@@ -1,12 +1,13 @@
 """Reading a tensor's value into Python: ``if mask.all():``, ``int(lengths.max())``, ``x.tolist()``.
 
-The recording follows one answer.  A value that depends on the inputs only becomes a guard, computed again from every batch; one
-that depends on nothing is always the same; one that depends on parameters, buffers or randomness cannot be recorded here, and
-the module that reads it has to stay whole.
+The recording follows one answer.  A value that depends on the inputs only becomes a guard, computed again from every batch; so does
+one that is drawn at random, because the keyed randomness of a micro-batch is known before it runs; one that depends on nothing is
+always the same; one that depends on parameters or buffers cannot be recorded here, and the module that reads it has to stay whole.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +16,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxchimera_passes._torch import real_values
+from fxchimera_passes.capture.drawn import Drawn
 from fxchimera_passes.capture.interpret import GraphInterpreter
-from fxchimera_passes.capture.lines import user_line
+from fxchimera_passes.capture.lines import in_distributions, user_line
 from fxchimera_passes.capture.signals import NeedClose
 from fxchimera_passes.capture.writer import GraphWriter
 from fxchimera_passes.captured import Guard
+from fxchimera_passes.keyed import named_microbatch
 
 __all__ = ["READS", "Reads"]
 
@@ -30,6 +33,8 @@ READS = frozenset(
     )
 )
 """Names of the torch functions that turn tensors into Python values."""
+
+_EVEN = frozenset(["rand", "rand_like", "uniform_"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +47,40 @@ class _Replay:
     constants: Mapping[str, Any]
     clone: bool
 
-    def value(self, inputs: tuple[Tensor, ...]) -> Any:
+    def value(self, inputs: tuple[Tensor, ...], lean: float | None = None) -> Any:
         given = [tensor.detach().clone() for tensor in inputs] if self.clone else list(inputs)
-        with torch.no_grad():
-            args, kwargs = GraphInterpreter(self.model, self.graph, self.constants).run(*given)
+        runner = GraphInterpreter if lean is None else functools.partial(_Leaning, lean)
+        with torch.no_grad(), named_microbatch():
+            args, kwargs = runner(self.model, self.graph, self.constants).run(*given)
             return self.function(*args, **kwargs)
 
     def __call__(self, inputs: tuple[Tensor, ...]) -> Any:
         return _comparable(self.value(inputs))
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Asks ``question`` of a read's value."""
+
+    replay: _Replay
+    question: Callable[[float], Any]
+
+    def __call__(self, inputs: tuple[Tensor, ...]) -> Any:
+        return self.question(self.replay.value(inputs))
+
+
+class _Leaning(GraphInterpreter):
+    """Draws ``lean`` wherever a number between 0 and 1 is drawn."""
+
+    def __init__(self, lean: float, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.lean = lean
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node; an even draw gives the same number everywhere."""
+        value = super().run_node(n)
+        name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
+        return torch.full_like(value, self.lean) if name in _EVEN and isinstance(value, Tensor) else value
 
 
 def _comparable(value: Any) -> Any:
@@ -57,30 +88,55 @@ def _comparable(value: Any) -> Any:
 
 
 class Reads:
-    """The rule for one recording; ``real_inputs`` are the caller's own tensors in placeholder order."""
+    """The rule for one recording; ``real_inputs`` are the caller's own tensors in placeholder order.
 
-    def __init__(self, writer: GraphWriter, model: nn.Module, real_inputs: Sequence[Tensor]) -> None:
-        self.writer, self.model = writer, model
+    With ``lean`` every even draw between 0 and 1 that is read gives this number; ``drew`` tells that random values were read.
+    """
+
+    def __init__(self, writer: GraphWriter, model: nn.Module, real_inputs: Sequence[Tensor], lean: float | None = None) -> None:
+        self.writer, self.model, self.lean = writer, model, lean
         self.real_inputs = tuple(real_inputs)
         self.guards: list[Guard] = []
+        self.drew = False
 
     def read(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the real value of ``function(*args, **kwargs)`` and note what it hangs on."""
+        if in_distributions() and getattr(function, "__name__", "") == "__bool__":
+            return True  # it checks its arguments, which a recording leaves out
         name, line, inside = getattr(function, "__name__", "read").strip("_"), user_line(), self.writer.frames.opened
         arguments = (self.writer.convert(args), self.writer.convert(dict(kwargs)))
         depends = self.writer.depends(arguments)
-        if depends - {"input"}:
+        if depends - {"input", "random"}:
             reason = f"{name}() reads a value that depends on {' and '.join(sorted(depends))}"
             raise NeedClose(inside.module, reason, line)
-        if depends and any(tensor.is_meta for tensor in self.real_inputs):
+        if "input" in depends and any(tensor.is_meta for tensor in self.real_inputs):
             raise NeedClose(inside.module, f"{name}() reads an input's value, but the example inputs are meta tensors", line)
         replay = self._replay(function, arguments)
         with real_values():
-            value = replay.value(self.real_inputs)
+            value = replay.value(self.real_inputs, self.lean)
+        text = f"{name}() in {type(inside.module).__name__}"
+        if "random" in depends:
+            self.drew = True
+            if name == "item" and type(value) is float:  # float(x) would make a plain number of it
+                return Drawn(value, lambda question: self._asked(replay, value, question, text, line))
         if depends:
-            text = f"{name}() in {type(inside.module).__name__}"
             self.guards.append(Guard(description=text, line=line, expected=_comparable(value), evaluate=replay))
         return value
+
+    def guard(self, description: str, evaluate: Callable[[tuple[Tensor, ...]], Any]) -> None:
+        """Let the recording hold for what ``evaluate`` gives now."""
+        self.guards.append(Guard(description=description, line=user_line(), expected=evaluate(self.real_inputs), evaluate=evaluate))
+
+    def _asked(self, replay: _Replay, value: float, question: Callable[[float], Any], text: str, line: str) -> None:
+        answer = _Answer(replay, question)
+        self.guards.append(Guard(description=text, line=line, expected=question(value), evaluate=answer))
+
+    def readable(self, value: Any) -> bool:
+        """Tell whether the value of a tensor that was recorded depends on the inputs alone, and they have values."""
+        if not isinstance(value, Tensor) or any(tensor.is_meta for tensor in self.real_inputs):
+            return False
+        node = self.writer.known(value)
+        return node is not None and not self.writer.depends(node) - {"input"}
 
     def _replay(self, function: Callable[..., Any], arguments: Any) -> _Replay:
         needed = self._needed(arguments)

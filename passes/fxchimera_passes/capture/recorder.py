@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from fxchimera_passes._torch import FakeTensorMode, saved_tensor_hook, without
 from fxchimera_passes.capture.fakes import fake_of
 from fxchimera_passes.capture.frames import Frames
 from fxchimera_passes.capture.functions import FunctionRule
+from fxchimera_passes.capture.libraries import values_readable
 from fxchimera_passes.capture.lines import user_line
 from fxchimera_passes.capture.modules import ModuleRule
 from fxchimera_passes.capture.names import Names
@@ -21,13 +23,25 @@ from fxchimera_passes.capture.patches import patched
 from fxchimera_passes.capture.profile import Profile
 from fxchimera_passes.capture.reads import Reads
 from fxchimera_passes.capture.realrun import run_closed
-from fxchimera_passes.capture.signals import NeedClose
+from fxchimera_passes.capture.signals import NeedSeed
 from fxchimera_passes.capture.state import HostDraws
 from fxchimera_passes.capture.watch import Watch
 from fxchimera_passes.capture.writer import GraphWriter
+from fxchimera_passes.captured import RandomKey
+from fxchimera_passes.keyed import seed_host, seed_now
 from fxchimera_passes.structure import Structure, flatten
 
 __all__ = ["Recorder"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seed:
+    """Evaluates to the seed of a module call in the micro-batch named at present."""
+
+    key: RandomKey
+
+    def __call__(self, inputs: tuple[Tensor, ...]) -> int:
+        return seed_now(self.key)
 
 
 class Recorder:
@@ -35,7 +49,8 @@ class Recorder:
 
     ``opened`` are qualified names; ``real`` maps the identity of a fake parameter or
     buffer to the model's own tensor.  ``stateful`` and ``notes`` go into the report; ``effectful`` are modules whose call must not
-    be left out even when nobody reads its result; ``host`` notices draws that are not torch's.
+    be left out even when nobody reads its result; ``host`` notices draws that are not torch's.  Modules in ``seeded`` draw such
+    numbers from a key of their call, which goes into ``host_keys``.  ``lean`` is what even draws read into Python give.
     """
 
     def __init__(
@@ -45,9 +60,13 @@ class Recorder:
         mode: FakeTensorMode,
         device: torch.device,
         real: Mapping[int, Tensor],
+        *,
+        seeded: Collection[str] = (),
+        lean: float | None = None,
     ) -> None:
         self.model, self.opened, self.mode, self.device = model, frozenset(opened), mode, device
-        self.real = real
+        self.real, self.seeded, self.lean = real, frozenset(seeded), lean
+        self.host_keys: list[RandomKey] = []
         self.paused = 0
         self.grad_enabled = torch.is_grad_enabled()
         self.profile = Profile()
@@ -79,15 +98,20 @@ class Recorder:
         """Notice what the opened module that runs now has done unseen since the last check.
 
         Raises:
-            NeedClose: it draws from Python's or numpy's generator; as a leaf it gets a key for that.
+            NeedSeed: it draws from Python's or numpy's generator.
         """
         frame, drawn = self.frames.opened, " and ".join(self.host.moved())
-        if drawn and frame.name:
-            raise NeedClose(frame.module, f"its forward draws from {drawn}", user_line())
-        if drawn:
-            self.notes.append(
-                f"the model's own forward draws from {drawn}, before {user_line()}: what it decides with that is recorded once"
-            )
+        if drawn and frame.name not in self.seeded:
+            raise NeedSeed(frame.module, f"its forward draws from {drawn}", user_line())
+
+    def seed_frame(self, name: str) -> None:
+        """Let the opened module ``name``, whose call begins, draw from the key of this call, and guard that it is the same."""
+        if name in self.seeded:
+            key = self.frames.host_key()
+            seed_host(seed_now(key))
+            self.host.moved()
+            self.host_keys.append(key)
+            self.reads.guard(f"draws of {name or 'the model'} from Python's or numpy's generator", _Seed(key))
 
     def check_hooks(self) -> None:
         """Note that autograd would save tensors through a hook here (checkpointing, offloading), which a stage does not do."""
@@ -118,12 +142,13 @@ class Recorder:
 
     def record(self, inputs: Sequence[Tensor], structure: Structure) -> Structure:
         """Record one forward on the real ``inputs``, arranged by ``structure``; return the output's structure."""
-        self.reads = Reads(self.writer, self.model, inputs)
+        self.reads = Reads(self.writer, self.model, inputs, self.lean)
         fakes = [fake_of(tensor, self.mode, self.device) for tensor in inputs]
         for index, fake in enumerate(fakes):
             self.writer.placeholder(index, fake)
         args, kwargs = structure.rebuild(fakes)
-        with self.mode, patched(self.modules, self.functions.apply), self.watch, self.functions:
+        readable = values_readable(self.reads.readable)
+        with self.mode, patched(self.modules, self.functions.apply), readable, self.watch, self.functions:
             output = self.model(*args, **kwargs)
         tensors, out = flatten(output)
         self.writer.graph.output(tuple(self.writer.node_of(tensor) for tensor in tensors))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["NeedClose", "NeedOpen"]
+__all__ = ["NeedClose", "NeedOpen", "NeedSeed"]
 
 
 class NeedClose(BaseException):
@@ -24,3 +24,11 @@ class NeedOpen(BaseException):
     def __init__(self, module: nn.Module, reader: nn.Module, reason: str, line: str) -> None:
         super().__init__(reason)
         self.module, self.reader, self.reason, self.line = module, reader, reason, line
+
+
+class NeedSeed(BaseException):
+    """``module`` was opened and draws from Python's or numpy's generator: it must be closed, or recorded for one seed."""
+
+    def __init__(self, module: nn.Module, reason: str, line: str) -> None:
+        super().__init__(reason)
+        self.module, self.reason, self.line = module, reason, line

@@ -131,14 +131,14 @@ class HostDraws:
 
 
 @contextmanager
-def without_cache(model: nn.Module) -> Iterator[None]:
-    """Set ``use_cache=False`` in the model's configurations, nested ones too, while it is trained; restored on the way out.
+def without_cache(model: nn.Module, *, always: bool = False) -> Iterator[None]:
+    """Set ``use_cache=False`` in the model's configurations, nested ones too, in training or ``always``; restored on the way out.
 
     Key-value caches are for generation: in training they double what crosses a cut and nobody reads them.
     """
     changed: list[Any] = []
     try:
-        if model.training:
+        if model.training or always:
             for module in model.modules():
                 _switch_off(getattr(module, "config", None), changed, 0)
         yield

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxchimera_passes._torch import FakeTensor, storage_key
+from fxchimera_passes.capture.drawn import Drawn
 from fxchimera_passes.capture.frames import Frames
 from fxchimera_passes.capture.lines import user_line
 from fxchimera_passes.capture.names import Names
@@ -193,6 +194,8 @@ class GraphWriter:
             return self.node_of(value)
         if isinstance(value, torch.Size):
             return tuple(value)
+        if isinstance(value, Drawn):
+            return value.plain()
         if type(value) in _INLINE or isinstance(value, (torch.device, torch.dtype)):
             return value
         if type(value) in (tuple, list):

@@ -1,0 +1,77 @@
+"""torch's process groups: made from torchrun's environment, and destroyed."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from fxchimera.errors import FxChimeraError
+
+__all__ = ["announce", "destroy", "join"]
+
+_NAME_BYTES = 96
+_PACKET_BYTES = 1024
+
+
+def join(timeout: datetime.timedelta) -> Callable[[], None]:
+    """Make torch's default group from torchrun's environment; returns what destroys it.
+
+    It may be made and destroyed any number of times in one process.  torchrun's store keeps the addresses of a group that was
+    destroyed, and the next group would wait for ever at these, so each gets a prefix of its own, by a count that the store keeps
+    for each rank.  torch wraps ``sys.excepthook`` each time; that is undone.
+    """
+    before = sys.excepthook
+    store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
+    store.set_timeout(timeout)
+    made = store.add(f"fxchimera/groups of rank {rank}", 1)
+    dist.init_process_group("gloo", store=PrefixStore(f"fxchimera/{made}", store), rank=rank, world_size=size, timeout=timeout)
+    wrapped = sys.excepthook
+
+    def leave() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if sys.excepthook is wrapped:
+            sys.excepthook = before
+
+    return leave
+
+
+def announce(what: str, value: torch.Tensor | None, size: int, group: dist.ProcessGroup) -> list[torch.Tensor] | None:
+    """Collective: tell the others which call this is, and send a small tensor along.
+
+    Two different collective calls that meet abort the process inside gloo, so a packet that has one size for all calls goes first.
+
+    Returns:
+        Every rank's ``value``, or None if there is none or it does not fit into the packet.
+
+    Raises:
+        FxChimeraError: The ranks make different calls.
+    """
+    packet = torch.zeros(_PACKET_BYTES, dtype=torch.uint8, device="cpu")
+    name = what.encode()[:_NAME_BYTES]
+    packet[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8)
+    end = _NAME_BYTES + (value.nbytes if value is not None else 0)
+    if value is not None and end <= _PACKET_BYTES:
+        packet[_NAME_BYTES:end] = value.contiguous().reshape(-1).view(torch.uint8)
+    packets = [torch.empty_like(packet) for _ in range(size)]
+    dist.all_gather(packets, packet, group=group)
+    names = [bytes(other[:_NAME_BYTES].tolist()).rstrip(b"\0").decode(errors="replace") for other in packets]
+    if len(set(names)) > 1:
+        calls = "; ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
+        raise FxChimeraError(f"the ranks make different calls: {calls}; every rank must make the same calls in the same order")
+    if value is None or end > _PACKET_BYTES:
+        return None
+    return [other[_NAME_BYTES:end].clone().view(value.dtype).reshape(value.shape) for other in packets]
+
+
+def destroy(group: dist.ProcessGroup) -> None:
+    """Destroy a group and close its connections, unless the user has destroyed all groups already."""
+    with contextlib.suppress(ValueError, AssertionError):
+        dist.destroy_process_group(group)

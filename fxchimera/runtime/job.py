@@ -1,0 +1,51 @@
+"""What the ranks are given to do, and what they bring back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fxchimera.runtime.loss import LossFn
+from fxchimera.runtime.microbatch import Batch
+from fxchimera.runtime.program import Program
+from fxchimera.runtime.settings import Snapshot
+from fxchimera.schedule.order import Order
+from fxchimera.schedule.timeline import Event
+
+__all__ = ["Job", "Result"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One step or forward-only call, the same on every rank.
+
+    ``weights`` are the micro-batches' shares of the loss; ``pending_steps`` the steps whose statistics the exchange carries (this
+    one last); ``settings`` what the user has set on the model; ``train`` asks for backwards and the exchange, ``wants_loss`` and
+    ``wants_outputs`` for what the last stage returns.
+    """
+
+    step: int
+    seed: int
+    batch: Batch
+    programs: tuple[Program, ...]
+    order: Order
+    weights: tuple[float, ...]
+    loss_fn: LossFn | None
+    loss_scale: float = 1.0
+    pending_steps: tuple[int, ...] = ()
+    settings: Snapshot | None = None
+    train: bool = True
+    synchronised: bool = True
+    wants_loss: bool = True
+    wants_outputs: bool = False
+
+
+@dataclass(slots=True)
+class Result:
+    """What one rank brings back: losses and outputs of the micro-batches whose last stage it ran, and the timed actions."""
+
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)

@@ -1,0 +1,56 @@
+"""What a search may use, and what it gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxchimera.schedule.bounds import Bound
+from fxchimera.schedule.certificate import Certificate
+from fxchimera.schedule.order import Order
+from fxchimera.schedule.profile import Costs
+
+__all__ = ["Found", "Limits"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What an order may use.
+
+    Args:
+        peak: Most activations a rank holds, in micro-batches of 1/D of the model; None for no cap.
+        capacity: By rank, the most bytes of activations, instead of ``peak``.
+        activation_bytes: By stage (of D), the bytes that a micro-batch's activations take; needed with ``capacity``.
+        copies: Copies of the weights.
+        chunks: Stages of a pipe on a rank; 1 cuts the model into D stages, 2 allows V shapes, which cut it into 2D.
+        split: Whether backwards may be split in input and weight gradients.
+        shapes: Names of the shapes to consider (templates.py); all when empty.
+    """
+
+    peak: float | None = None
+    capacity: tuple[float, ...] | None = None
+    activation_bytes: tuple[float, ...] | None = None
+    copies: int = 2
+    chunks: int = 2
+    split: bool = True
+    shapes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the search found.
+
+    Args:
+        shape: Name of its shape (templates.py).
+        order: The best order; its placement tells the shape.
+        costs: Costs with one entry for every stage of that placement.
+        certificate: Its figures, with the bound of its shape.
+        any_shape: The least bound of all shapes within the limits: no order of any of them takes less.
+        compared: Makespan of the best order of every shape that was tried, by name, in seconds.
+    """
+
+    shape: str
+    order: Order
+    costs: Costs
+    certificate: Certificate
+    any_shape: Bound
+    compared: dict[str, float]
