@@ -74,7 +74,7 @@ class Executor:
     def _blame(self, error: BaseException, run: _Run) -> PipelineError:
         if self._failure.cause is not None:
             return self._failure.cause.error()
-        text = f"{run.position}: {type(error).__name__}: {error}"
+        text = f"{run.position.removeprefix(f'rank {self.rank}, ')}: {type(error).__name__}: {error}"
         return self._failure.report(Cause(self.rank, text)).error()
 
 

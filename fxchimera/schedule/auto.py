@@ -34,7 +34,7 @@ from fxchimera.schedule.templates import Shape, published, shapes
 
 __all__ = ["auto"]
 
-_PER_SECOND = 900_000  # operations that the annealing looks at in a second
+_PER_SECOND = 1_200_000  # operations that the annealing looks at in a second
 _LISTED = 4  # what a list rule spends on an operation, in those units
 _LEAST = 2000  # an annealing below that is not worth its start
 _DEFAULT_SECONDS, _THOROUGH_SECONDS = 1.0, 30.0
@@ -94,15 +94,7 @@ def auto(
     given = seconds if seconds is not None else _DEFAULT_SECONDS if search == "default" else _THOROUGH_SECONDS
     run = _Search(num_ranks, n_microbatches, costs, limits or Limits(), int(given * _PER_SECOND), seed)
     run.thorough = search == "thorough"
-    if not (run.thorough and cache):
-        return run.go()
-    folder = cache if isinstance(cache, Path) else cache_folder()
-    key = key_of(costs, num_ranks, n_microbatches, run.limits, run.budget, seed)
-    found = run.known(load(folder, key))
-    if found is None:
-        found = run.go()
-        store(folder, key, found.shape, found.order)
-    return found
+    return run.cached(costs, cache) if run.thorough and cache else run.go()
 
 
 class _Search:
@@ -145,9 +137,9 @@ class _Search:
     def go(self) -> Found:
         for number in range(len(self.shapes)):
             self.publish(number)
-        for share in (0.05, 0.3):
-            chosen = self.open()
-            for number in chosen:
+        for share, keep in ((0.1, len(self.shapes)), (0.25, 2)):
+            chosen = sorted(self.open(), key=lambda number: self.best[number][0].makespan if self.best[number] else math.inf)[:keep]
+            for number in sorted(chosen):
                 self.list_rules(number, int(share * self.budget / len(chosen)))
         self.shorten()
         found = [candidates[0] for candidates in self.best if candidates]
@@ -158,6 +150,16 @@ class _Search:
         plan = fused_where_free(problem, winner.plan, self.budget // 10)[0] if problem.split else winner.plan
         order = problem.order(plan, "auto")
         return self.found(winner.shape, order, {self.shapes[one.shape].name: one.makespan for one in found})
+
+    def cached(self, costs: Costs, cache: bool | Path) -> Found:
+        """The stored result, or a new one, stored."""
+        folder = cache if isinstance(cache, Path) else cache_folder()
+        key = key_of(costs, self.num_ranks, self.number, self.limits, self.budget, self.seed)
+        found = self.known(load(folder, key))
+        if found is None:
+            found = self.go()
+            store(folder, key, found.shape, found.order)
+        return found
 
     def known(self, stored: tuple[str, Order] | None) -> Found | None:
         """A stored order as a result, if it is one of this search's shapes, within the limits, and its ranks do not block."""
@@ -213,7 +215,7 @@ class _Search:
         """Tries rules until the budget is used or the bound is reached; goes on where an earlier call stopped."""
         problem, floor = self.problems[number], self.bounds[number].seconds
         each = 3 * problem.num_cells * _LISTED
-        for trial in itertools.islice(self.trials[number], 1 + budget // each):
+        for trial in itertools.islice(self.trials[number], 4 + budget // each):
             plan, _ = listed(trial.shown(problem), trial.rule)
             self.used += each
             self.add(number, plan, makespan_of(problem, plan), "list rule")

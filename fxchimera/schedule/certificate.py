@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from fxchimera.errors import ScheduleError
 from fxchimera.schedule.action import Kind
 from fxchimera.schedule.bounds import lower_bound
 from fxchimera.schedule.order import Order
-from fxchimera.schedule.problem import Problem
+from fxchimera.schedule.problem import Plan, Problem
 from fxchimera.schedule.profile import Costs
 from fxchimera.schedule.shop import NEVER, accept, make_shop, retime
 
@@ -82,26 +83,22 @@ def certify(
         problem: The caps in another unit, instead of ``peak``.
 
     Raises:
-        ScheduleError: The costs cover another number of stages.
+        ScheduleError: The costs cover another number of stages, or the order cannot proceed.
     """
     free = Problem.of(order.placement, costs, split=split)
     plan = free.plan(order)
     peaks = free.peaks(plan)
     limited = problem or Problem.of(order.placement, costs, peak=max(peaks) if peak is None else peak, split=split)
     bound = lower_bound(limited)
-    shop = make_shop(free, plan)
-    makespan = retime(shop, NEVER, -1.0, -1, 0)
-    accept(shop)
+    makespan, span_bubble = _run(free, plan)
     ideal = ideal_seconds(free)
-    busy = [sum(shop.seconds[op] for op in row) for row in plan.ranks]
-    spans = [shop.end[row[-1]] - shop.end[row[0]] + shop.seconds[row[0]] for row in plan.ranks]
     messages, size = _messages(order, costs)
     return Certificate(
         schedule=order.name,
         makespan=makespan,
         ideal=ideal,
         bubble=makespan - ideal,
-        span_bubble=max(span - seconds for span, seconds in zip(spans, busy, strict=True)),
+        span_bubble=span_bubble,
         lower_bound=makespan if abs(bound.seconds - makespan) <= 1e-9 * makespan else bound.seconds,  # sums differ in the last bit
         argument=bound.argument,
         gap=max(0.0, makespan / bound.seconds - 1.0 - 1e-12) if bound.seconds else 0.0,
@@ -111,6 +108,22 @@ def certify(
         messages=messages,
         message_bytes=size,
     )
+
+
+def _run(problem: Problem, plan: Plan) -> tuple[float, float]:
+    """Makespan, and the most idle seconds between a rank's own first and last operation.
+
+    Raises:
+        ScheduleError: The ranks wait for each other.
+    """
+    shop = make_shop(problem, plan)
+    makespan = retime(shop, NEVER, -1.0, -1, 0)
+    if makespan >= NEVER:
+        raise ScheduleError("the order cannot proceed: its ranks wait for each other; check(lower(order)) names the actions")
+    accept(shop)
+    busy = [sum(shop.seconds[op] for op in row) for row in plan.ranks]
+    spans = [shop.end[row[-1]] - shop.end[row[0]] + shop.seconds[row[0]] for row in plan.ranks]
+    return makespan, max(span - seconds for span, seconds in zip(spans, busy, strict=True))
 
 
 def ideal_seconds(problem: Problem) -> float:

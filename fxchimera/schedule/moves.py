@@ -56,12 +56,10 @@ def anneal(problem: Problem, plan: Plan, how: Annealing) -> tuple[Plan, float]:
         moves += 1
         heat = unit * how.hot * (how.cold / how.hot) ** (used / how.budget)
         limit = now - heat * math.log(1.0 - chance()) + 1e-12
-        if how.toggles and chance() < how.toggles:
-            found = toggle(shop, int(chance() * cells), limit)
-        else:
-            guided = chance() < 0.67
-            op = shop.path[int(chance() * len(shop.path))] if guided else int(chance() * len(shop.pos))
-            found = shift(shop, op, 1 + int(chance() * how.window), chance() < 0.5, limit)
+        guided, toggles = chance() < 0.67, how.toggles > 0.0 and chance() < how.toggles
+        op = shop.path[int(chance() * len(shop.path))] if guided else int(chance() * len(shop.pos))
+        steps, later = 1 + int(chance() * how.window), chance() < 0.5
+        found = toggle(shop, op // 3, limit) if toggles else shift(shop, op, steps, later, limit)
         if found < NEVER:
             now = found
             critical(shop, chance())

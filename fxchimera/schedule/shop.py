@@ -124,10 +124,7 @@ def retime(shop: Shop, limit: float, since: float, moved: int, begin: int) -> fl
     """
     rank, pred, succ, lag, tail, seconds = shop.rank, shop.pred, shop.succ, shop.lag, shop.tail, shop.seconds
     end, fresh, stamp, seq = shop.end, shop.fresh, shop.stamp, shop.seq
-    shop.look += 1
-    look, log = shop.look, shop.log
-    log.clear()
-    at, free = _begin(shop, since, moved, begin)
+    look, log, at, free = _begin(shop, since, moved, begin)
     left = sum(map(len, seq)) - sum(at)
     stack = list(range(len(seq)))
     while stack:
@@ -137,27 +134,21 @@ def retime(shop: Shop, limit: float, since: float, moved: int, begin: int) -> fl
             op = row[place]
             data = pred[op]
             if data >= 0:
-                if stamp[data] == look:
-                    ready = fresh[data] + lag[op]
-                elif end[data] < since:
-                    ready = end[data] + lag[op]
-                else:
+                if stamp[data] != look and end[data] >= since:
                     break
+                ready = (fresh if stamp[data] == look else end)[data] + lag[op]
                 if ready > now:
                     now = ready
             now += seconds[op]
             if now + tail[op] > limit:
                 shop.work += len(log)
                 return NEVER
-            fresh[op] = now
-            stamp[op] = look
+            fresh[op], stamp[op] = now, look
             log.append(op)
             place += 1
-            waiting = succ[op]
-            if waiting >= 0:
-                other = rank[waiting]
-                if other != one and at[other] < len(seq[other]) and seq[other][at[other]] == waiting:
-                    stack.append(other)
+            other = rank[succ[op]]
+            if other != one and at[other] < len(seq[other]) and seq[other][at[other]] == succ[op]:
+                stack.append(other)
         at[one], free[one] = place, now
     shop.work += len(log)
     return max(free) if len(log) == left else NEVER
@@ -170,8 +161,10 @@ def accept(shop: Shop) -> None:
         end[op] = fresh[op]
 
 
-def _begin(shop: Shop, since: float, moved: int, begin: int) -> tuple[list[int], list[float]]:
-    """By rank, the first place that must be computed again, and when the one before it ends."""
+def _begin(shop: Shop, since: float, moved: int, begin: int) -> tuple[int, list[int], list[int], list[float]]:
+    """A new look and its empty log; by rank, the first place that must be computed again, and when the one before it ends."""
+    shop.look += 1
+    shop.log.clear()
     at, free, end = [], [], shop.end
     for one, row in enumerate(shop.seq):
         low, high = 0, begin if one == moved else len(row)
@@ -183,7 +176,7 @@ def _begin(shop: Shop, since: float, moved: int, begin: int) -> tuple[list[int],
                 high = middle
         at.append(low)
         free.append(end[row[low - 1]] if low else 0.0)
-    return at, free
+    return shop.look, shop.log, at, free
 
 
 def _links(problem: Problem) -> tuple[list[int], list[int], list[float]]:

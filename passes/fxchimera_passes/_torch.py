@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._autograd import _top_saved_tensors_default_hooks  # type: ignore[attr-defined,unused-ignore]
 from torch._C._functorch import peek_interpreter_stack  # type: ignore[attr-defined,unused-ignore]
+from torch._functorch import apis as functorch_apis
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -50,6 +51,7 @@ __all__ = [
     "tensor_tables",
     "uncompiled",
     "version",
+    "vmap_run",
     "without",
     "written",
 ]
@@ -108,6 +110,14 @@ def written(operator: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, An
 def in_transform() -> bool:
     """Tell whether a ``torch.func`` transform (vmap, grad, ...) is running."""
     return peek_interpreter_stack() is not None
+
+
+def vmap_run(function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Return what functions made by ``torch.vmap`` call to run; with ``function``, let them call that."""
+    if function is not None:
+        functorch_apis.vmap_impl = function  # type: ignore[assignment,unused-ignore]
+    found: Callable[..., Any] = functorch_apis.vmap_impl
+    return found
 
 
 def real_values() -> AbstractContextManager[Any]:

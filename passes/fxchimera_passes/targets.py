@@ -1,7 +1,8 @@
 """How many targets count in a loss that the model computes itself.
 
-A recorded ``cross_entropy`` takes the mean over the targets that are not ``ignore_index``, so micro-batches must be weighted by
-that count.  It is computed from the inputs alone, by the slice of the graph that makes the targets (a shift, a padding, a view).
+A recorded ``cross_entropy`` takes the mean over the targets that are not ``ignore_index``, each counting by its class's weight if
+there are class weights, so micro-batches must be weighted by that sum.  It is computed from the inputs and buffers alone, by the
+slice of the graph that makes the targets (a shift, a padding, a view) and the class weights.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ _MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 @dataclass(frozen=True, slots=True)
 class CountedTargets:
-    """The targets of the model's own loss: how to compute them from its inputs, and which value does not count."""
+    """The targets of the model's own loss: how to compute them and the class weights, and which value does not count."""
 
     ignore_index: int
     graph: fx.Graph
     model: nn.Module
     constants: Mapping[str, Any]
 
-    def count(self, inputs: tuple[torch.Tensor, ...]) -> int:
-        """Return the number of targets that count, given all input tensors of a micro-batch."""
+    def count(self, inputs: tuple[torch.Tensor, ...]) -> float:
+        """Return what torch's mean divides by, given all input tensors of a micro-batch."""
         with torch.no_grad():
-            targets: torch.Tensor = GraphInterpreter(self.model, self.graph, self.constants).run(*inputs)
-        return int((targets != self.ignore_index).sum())
+            targets, classes = GraphInterpreter(self.model, self.graph, self.constants).run(*inputs)
+        counted = targets[targets != self.ignore_index]
+        return float(counted.numel()) if classes is None else float(classes.double()[counted].sum())
 
 
 def counted_targets(captured: Captured) -> CountedTargets | None:
@@ -45,30 +47,34 @@ def counted_targets(captured: Captured) -> CountedTargets | None:
     found = [call for node in captured.graph.nodes if (call := _call(captured, node)) is not None]
     if len(found) != 1:
         return None
-    target, ignore_index = found[0]
+    target, classes, ignore_index = found[0]
     meta = info(target).value
     if meta is None or meta.dtype.is_floating_point or info(target).depends - {"input"}:
         return None
-    return CountedTargets(ignore_index, _slice(captured.graph, target), captured.model, captured.constants)
+    if isinstance(classes, fx.Node) and info(classes).depends - {"input", "buffer"}:
+        return None
+    return CountedTargets(ignore_index, _slice(captured.graph, target, classes), captured.model, captured.constants)
 
 
-def _call(captured: Captured, node: fx.Node) -> tuple[fx.Node, int] | None:
-    """The target's node and the ignore_index of a loss call, if ``node`` is one that takes the mean."""
+def _call(captured: Captured, node: fx.Node) -> tuple[fx.Node, fx.Node | str | None, int] | None:
+    """The target's node, the class weights (a node, or a module's buffer by name) and the ignore_index of a loss that is a mean."""
+    classes: fx.Node | str | None
     if node.op == "call_function" and node.target in _FUNCTIONS:
         bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
         bound.apply_defaults()
-        target, ignore, reduction = (bound.arguments[name] for name in ("target", "ignore_index", "reduction"))
+        target, classes, ignore, reduction = (bound.arguments[name] for name in ("target", "weight", "ignore_index", "reduction"))
     elif node.op == "call_module" and isinstance(module := captured.model.get_submodule(str(node.target)), _MODULES):
         target = node.args[1] if len(node.args) > 1 else node.kwargs["target"]
+        classes = f"{node.target}.weight" if module.weight is not None else None
         ignore, reduction = module.ignore_index, module.reduction
     else:
         return None
-    return (target, int(ignore)) if reduction == "mean" and isinstance(target, fx.Node) else None
+    return (target, classes, int(ignore)) if reduction == "mean" and isinstance(target, fx.Node) else None
 
 
-def _slice(graph: fx.Graph, wanted: fx.Node) -> fx.Graph:
-    """Copy ``wanted`` and what it is computed from; every placeholder stays, so that the inputs keep their places."""
-    needed, todo = set(), [wanted]
+def _slice(graph: fx.Graph, target: fx.Node, classes: fx.Node | str | None) -> fx.Graph:
+    """Copy what the targets and class weights are computed from; every placeholder stays, so that the inputs keep their places."""
+    needed, todo = set(), [node for node in (target, classes) if isinstance(node, fx.Node)]
     while todo:
         node = todo.pop()
         if node not in needed:
@@ -79,5 +85,6 @@ def _slice(graph: fx.Graph, wanted: fx.Node) -> fx.Graph:
     for node in graph.nodes:
         if node in needed or node.op == "placeholder":
             env[node] = part.node_copy(node, env.__getitem__)
-    part.output(env[wanted])
+    weights = part.get_attr(classes) if isinstance(classes, str) else env[classes] if isinstance(classes, fx.Node) else None
+    part.output((env[target], weights))
     return part

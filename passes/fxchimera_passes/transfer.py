@@ -1,9 +1,9 @@
 """Keep the cut of one recording in another recording of the same model: another batch size, or eval mode.
 
 Recordings of one model agree on most nodes but not on all (no dropout in eval mode, other masks for other shapes, a layer left out).
-A node's anchor is (operation, target, owning module, line, how many like it came before), and of the anchors that both recordings
-have the longest run in the same order counts.  Each cut must fall between the last of them before it and the first after it; among
-the legal places there the one that sends least is taken.  A stage may be left without any operation.
+What reads a parameter keeps its stage.  Between such nodes others are matched by an anchor: (operation, target, owning module,
+line, how many like it came before).  Each cut must fall between the last node so placed before it and the first after it; among the
+legal places there the one that sends least is taken.  A stage may be left without any operation.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import fx
 
 from fxchimera_passes.analytic import NodeCosts, analytic
 from fxchimera_passes.assemble import assemble
+from fxchimera_passes.atoms import canonical_names, parameters_of
 from fxchimera_passes.captured import Captured, info
 from fxchimera_passes.errors import PartitionError
 from fxchimera_passes.liveness import Liveness, obstacle, sweep
@@ -70,13 +71,14 @@ def _positions(captured: Captured, plan: StagePlan, live: Liveness) -> list[int]
     carried = set(live.carried)
     moving = {nodes[i].name for i in sweep(captured).recomputed}
     found = {anchor: i for i, anchor in enumerate(_anchors(live.nodes)) if i in carried}
-    shared = [
+    strong = _ascending(_readers(captured, plan, live))
+    weak = [
         (found[anchors[name]], stage.index)
         for stage in plan.stages
         for name in stage.nodes
         if name not in moving and anchors[name] in found
     ]
-    kept = [shared[k] for k in _longest_ascending([place for place, _ in shared])]
+    kept = [*strong, *(pair for pair in _ascending(weak) if _fits(pair, strong))]
     positions: list[int] = []
     for number in range(len(plan.stages) - 1):
         low = max([place for place, stage in kept if stage <= number], default=live.carried[0] if live.carried else 0)
@@ -85,9 +87,37 @@ def _positions(captured: Captured, plan: StagePlan, live: Liveness) -> list[int]
     return positions
 
 
-def _longest_ascending(values: Sequence[int]) -> list[int]:
+def _readers(captured: Captured, plan: StagePlan, live: Liveness) -> list[tuple[int, int]]:
+    """The nodes that read a parameter which only one stage reads, with that stage."""
+    stages: dict[str, list[int]] = {}
+    for stage in plan.stages:
+        for name in stage.parameters:
+            stages.setdefault(name, []).append(stage.index)
+    canonical = canonical_names(captured)
+    found = []
+    for i in live.carried:
+        where = {stages[name][0] for name in parameters_of(captured, live.nodes[i], canonical) if len(stages.get(name, ())) == 1}
+        if len(where) == 1:
+            found.append((i, where.pop()))
+    return found
+
+
+def _fits(pair: tuple[int, int], strong: Sequence[tuple[int, int]]) -> bool:
+    """Whether a node between two of ``strong`` is taken for one of a stage between theirs."""
+    place, stage = pair
+    after = bisect_right(strong, place, key=lambda other: other[0])
+    return (not after or strong[after - 1][1] <= stage) and (after == len(strong) or stage <= strong[after][1])
+
+
+def _ascending(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The most of ``pairs`` (place, stage), ordered by place, whose stages do not descend."""
+    ordered = sorted(pairs)
+    return [ordered[k] for k in _longest_ascending([(stage, place) for place, stage in ordered])]
+
+
+def _longest_ascending(values: Sequence[tuple[int, int]]) -> list[int]:
     """Indices of a longest strictly ascending run in ``values``, not necessarily of neighbours."""
-    ends: list[int] = []
+    ends: list[tuple[int, int]] = []
     tails: list[int] = []
     before: list[int] = []
     for index, value in enumerate(values):

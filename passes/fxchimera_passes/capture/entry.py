@@ -195,14 +195,20 @@ class _Job:
 
     def _seed(self, recorder: Recorder, signal: NeedSeed) -> None:
         name = recorder.writer.names.modules.get(id(signal.module), "")
-        if name and (self.profile is None or self.profile.share(name) <= self.limit):
+        if name and self._small(name):
             self._close(recorder, signal.module, signal.reason, signal.line, signal)
+            for other, module in self.model.named_modules():  # the next block would ask for the same
+                if other in self.opened and type(module) is type(signal.module) and self._small(other):
+                    self._close(recorder, module, signal.reason, signal.line, signal)
             return
         self.seeded.add(name)
         self.notes.append(
             f"the forward of {name or 'the model'} ({type(signal.module).__name__}): {signal.reason} (before {signal.line}), so it is "
             "recorded anew for every micro-batch, which costs time. Draw in a submodule, or with torch and without reading the value"
         )
+
+    def _small(self, name: str) -> bool:
+        return self.profile is None or self.profile.share(name) <= self.limit
 
     def _close(self, recorder: Recorder, module: nn.Module, reason: str, line: str, cause: BaseException) -> None:
         name = recorder.writer.names.modules.get(id(module), "")

@@ -18,8 +18,10 @@ from fxchimera_passes._torch import VALUE_NEEDED, CheckpointFunction, in_transfo
 from fxchimera_passes.capture.lines import user_line
 from fxchimera_passes.capture.reads import READS
 from fxchimera_passes.capture.signals import NeedClose
+from fxchimera_passes.capture.sizes import sized_by_inputs
 from fxchimera_passes.capture.targets import FunctionApply
-from fxchimera_passes.capture.writes import order_reads, versions, written_since
+from fxchimera_passes.capture.watch import Seen
+from fxchimera_passes.capture.writes import Versions, order_reads, versions, written_since
 from fxchimera_passes.structure import flatten
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ class FunctionRule(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if self.recorder.paused or name in _QUERIES:
+        if self.recorder.paused or self.recorder.transforms.active or name in _QUERIES:
             return func(*args, **kwargs)
         with self.recorder.pause():
             inside = self.recorder.frames.opened.module
@@ -69,15 +71,31 @@ class FunctionRule(TorchFunctionMode):
             return self._record(func, name, args, kwargs)
 
     def _record(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        writer = self.recorder.writer
         self.recorder.check_hooks()
         before = versions(args, kwargs)
         with self.recorder.watch.node() as seen:
             try:
                 result = func(*args, **kwargs)
             except VALUE_NEEDED as error:
+                result = sized_by_inputs(self.recorder, func, args, kwargs)
+                if result is not None:
+                    return self._note(func, name, args, kwargs, result, seen, before)
                 reason = f"{name}() needs values to know its result ({type(error).__name__})"
                 raise NeedClose(self.recorder.frames.opened.module, reason, user_line()) from error
+        return self._note(func, name, args, kwargs, result, seen, before)
+
+    def _note(
+        self,
+        func: Callable[..., Any],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        seen: Seen,
+        before: Versions,
+    ) -> Any:
+        """Add the node of a call that gave ``result``."""
+        writer = self.recorder.writer
         if not seen.written and name not in _EFFECTS and not flatten(result)[0]:
             return result
         arguments = writer.convert(args), writer.convert(dict(kwargs))
@@ -115,6 +133,8 @@ class FunctionRule(TorchFunctionMode):
         recorder, writer = self.recorder, self.recorder.writer
         if recorder.paused:
             return original(*args, **kwargs)
+        if recorder.transforms.active:
+            raise NeedClose(recorder.frames.opened.module, f"{cls.__name__}.apply() is called inside vmap", user_line())
         if cls is CheckpointFunction:
             recorder.note_unsaved("activation checkpointing", user_line())
             return args[0](*args[2:])

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from fxchimera_passes._torch import vmap_run
+
 __all__ = ["RECORDING", "CallRule", "patched"]
 
 RECORDING = threading.RLock()
@@ -33,10 +35,11 @@ class CallRule(Protocol):
 
 
 @contextmanager
-def patched(call_rule: CallRule, apply_rule: Callable[..., Any]) -> Iterator[None]:
-    """Send this thread's module calls to ``call_rule``, and its calls of ``Function.apply`` to ``apply_rule``.
+def patched(call_rule: CallRule, apply_rule: Callable[..., Any], vmap_rule: Callable[..., Any]) -> Iterator[None]:
+    """Send this thread's module calls to ``call_rule``, its calls of ``Function.apply`` and of vmapped functions to the others.
 
-    ``apply_rule(original, cls, args, kwargs)`` stands for ``cls.apply(*args, **kwargs)``, which ``original`` does.
+    ``apply_rule(original, cls, args, kwargs)`` stands for ``cls.apply(*args, **kwargs)``, which ``original`` does;
+    ``vmap_rule(original, args, kwargs)`` for a call of a function that ``torch.vmap`` made.
     """
     owner = threading.get_ident()
     original_call: Any = nn.Module.__call__
@@ -46,11 +49,17 @@ def patched(call_rule: CallRule, apply_rule: Callable[..., Any]) -> Iterator[Non
             return original_call(module, *args, **kwargs)
         return call_rule(module, args, kwargs)
 
+    def vmap(*args: Any, **kwargs: Any) -> Any:
+        return vmap_rule(original_vmap, args, kwargs) if threading.get_ident() == owner else original_vmap(*args, **kwargs)
+
+    original_vmap = vmap_run()
     with RECORDING, _applied(lambda: threading.get_ident() == owner, apply_rule):
         nn.Module.__call__ = call  # type: ignore[method-assign]
+        vmap_run(vmap)
         try:
             yield
         finally:
+            vmap_run(original_vmap)
             nn.Module.__call__ = original_call  # type: ignore[method-assign]
 
 

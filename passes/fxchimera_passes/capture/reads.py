@@ -8,7 +8,7 @@ always the same; one that depends on parameters or buffers cannot be recorded he
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from fxchimera_passes.capture.interpret import GraphInterpreter
 from fxchimera_passes.capture.lines import in_distributions, user_line
 from fxchimera_passes.capture.signals import NeedClose
 from fxchimera_passes.capture.writer import GraphWriter
-from fxchimera_passes.captured import Guard
+from fxchimera_passes.captured import Guard, info
 from fxchimera_passes.keyed import named_microbatch
 
 __all__ = ["READS", "Reads"]
@@ -111,7 +111,7 @@ class Reads:
             raise NeedClose(inside.module, reason, line)
         if "input" in depends and any(tensor.is_meta for tensor in self.real_inputs):
             raise NeedClose(inside.module, f"{name}() reads an input's value, but the example inputs are meta tensors", line)
-        replay = self._replay(function, arguments)
+        replay = self.replay(function, arguments, {})
         with real_values():
             value = replay.value(self.real_inputs, self.lean)
         text = f"{name}() in {type(inside.module).__name__}"
@@ -125,7 +125,9 @@ class Reads:
 
     def guard(self, description: str, evaluate: Callable[[tuple[Tensor, ...]], Any]) -> None:
         """Let the recording hold for what ``evaluate`` gives now."""
-        self.guards.append(Guard(description=description, line=user_line(), expected=evaluate(self.real_inputs), evaluate=evaluate))
+        with real_values():
+            expected = evaluate(self.real_inputs)
+        self.guards.append(Guard(description=description, line=user_line(), expected=expected, evaluate=evaluate))
 
     def _asked(self, replay: _Replay, value: float, question: Callable[[float], Any], text: str, line: str) -> None:
         answer = _Answer(replay, question)
@@ -138,12 +140,17 @@ class Reads:
         node = self.writer.known(value)
         return node is not None and not self.writer.depends(node) - {"input"}
 
-    def _replay(self, function: Callable[..., Any], arguments: Any) -> _Replay:
-        needed = self._needed(arguments)
+    def replay(self, function: Callable[..., Any], arguments: Any, filled: Mapping[fx.Node, int]) -> _Replay:
+        """Prepare to compute ``function`` of the nodes in ``arguments``; those in ``filled`` are tensors full of that number."""
+        needed = self._needed(arguments, filled)
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in self.writer.graph.nodes:
-            if node in needed or node.op == "placeholder":
+            if node in filled:
+                value = info(node).value
+                assert value is not None
+                copies[node] = graph.call_function(torch.full, (value.shape, filled[node]), {"dtype": value.dtype})
+            elif node in needed or node.op == "placeholder":
                 copy = graph.node_copy(node, copies.__getitem__)
                 copy.args, copy.kwargs = self._on_host(copy.args), self._on_host(copy.kwargs)
                 copies[node] = copy
@@ -151,14 +158,22 @@ class Reads:
         clone = any(node in self.writer.keep_alive for node in needed)
         return _Replay(function, graph, self.model, self.writer.constants, clone)
 
-    def _needed(self, arguments: Any) -> set[fx.Node]:
+    def known_value(self, tensor: Tensor) -> Tensor | None:
+        """Return the real value of a recorded tensor that depends on the inputs alone, None for any other."""
+        node = self.writer.known(tensor) if self.readable(tensor) else None
+        if node is None or not self.writer.depends(node):
+            return None
+        found: Tensor = self.replay(lambda value: value, ((node,), {}), {}).value(self.real_inputs)
+        return found
+
+    def _needed(self, arguments: Any, filled: Collection[fx.Node]) -> set[fx.Node]:
         """Collect the nodes that ``arguments`` are computed from, writes to their memory included."""
         todo: list[fx.Node] = []
         fx.map_arg(arguments, todo.append)
         needed: set[fx.Node] = set()
         while todo:
             node = todo.pop()
-            if node not in needed:
+            if node not in needed and node not in filled:
                 needed.add(node)
                 todo += node.all_input_nodes
                 todo += self.writer.writes_to.get(self.writer.storage.get(node), [])

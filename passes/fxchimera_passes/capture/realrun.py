@@ -82,6 +82,9 @@ class _RealRun:
         return self.copies[id(tensor)][1]
 
     def _real(self, tensor: Tensor) -> Tensor:
+        value = self.recorder.reads.known_value(tensor)
+        if value is not None:  # lengths, indices: the module may need them as they are
+            return value.detach().clone().to(self.device)
         source = self.recorder.real.get(id(tensor), tensor)
         if not isinstance(source, FakeTensor) and not source.is_meta:
             copy = source.detach().clone()

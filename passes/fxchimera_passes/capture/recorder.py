@@ -25,6 +25,7 @@ from fxchimera_passes.capture.reads import Reads
 from fxchimera_passes.capture.realrun import run_closed
 from fxchimera_passes.capture.signals import NeedSeed
 from fxchimera_passes.capture.state import HostDraws
+from fxchimera_passes.capture.transforms import TransformRule
 from fxchimera_passes.capture.watch import Watch
 from fxchimera_passes.capture.writer import GraphWriter
 from fxchimera_passes.captured import RandomKey
@@ -78,6 +79,7 @@ class Recorder:
         self.writer = GraphWriter(names, self.frames, self.watch.makers, device)
         self.functions = FunctionRule(self)
         self.modules = ModuleRule(self)
+        self.transforms = TransformRule(self)
         self.reads = Reads(self.writer, model, ())
         self.stateful: dict[str, tuple[str, ...]] = {}
         self.notes: list[str] = []
@@ -148,7 +150,7 @@ class Recorder:
             self.writer.placeholder(index, fake)
         args, kwargs = structure.rebuild(fakes)
         readable = values_readable(self.reads.readable)
-        with self.mode, patched(self.modules, self.functions.apply), readable, self.watch, self.functions:
+        with self.mode, patched(self.modules, self.functions.apply, self.transforms.vmap), readable, self.watch, self.functions:
             output = self.model(*args, **kwargs)
         tensors, out = flatten(output)
         self.writer.graph.output(tuple(self.writer.node_of(tensor) for tensor in tensors))

@@ -43,7 +43,7 @@ class Seen:
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Charges every operator to the node being recorded.
+    """Charges every operator to the node being recorded; while ``operator`` is set, each operator is a node, and it is told.
 
     Args:
         draw: names the random operation that runs now.
@@ -57,6 +57,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops = 0.0
         self.moved = 0.0
         self.makers: dict[int, nn.Module] = {}
+        self.operator: Callable[[OpOverload, tuple[Any, ...], Mapping[str, Any], Any, Seen], None] | None = None
         self._kept: list[Tensor] = []
 
     @contextmanager
@@ -85,6 +86,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)
+        if self.operator is None:
+            return self._run(func, args, kwargs)
+        with self.node() as seen:
+            result = self._run(func, args, kwargs)
+        self.operator(func, args, kwargs, result, seen)
+        return result
+
+    def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         key = self.draw() if is_random(func, args, kwargs) else None
         result = func(*args, **kwargs)
         seen, inputs, outputs = self.seen, tensors_in([*args, *kwargs.values()]), tensors_in(result)
