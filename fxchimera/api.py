@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from fxchimera.errors import FxChimeraError
+from fxchimera.errors import FxChimeraError, ScheduleError
 from fxchimera.pipe import Pipeline
 from fxchimera.planner.choose import choose_cut
 from fxchimera.runtime.failure import Cause, Limits
@@ -21,6 +21,7 @@ from fxchimera.runtime.microbatch import Batch, ChunkSpecs, divide
 from fxchimera.runtime.program import Programs
 from fxchimera.runtime.reference import Reference, run_reference
 from fxchimera.runtime.world import World, make_world
+from fxchimera.schedule.action import Kind
 from fxchimera.schedule.families import make_order
 from fxchimera.schedule.order import Order
 from fxchimera_passes.capture import capture
@@ -60,9 +61,9 @@ def pipeline(
         example_kwargs: Keyword arguments of one batch.
         loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` when ``step`` gets no target; None when the model returns
             its own loss.
-        num_stages: Number of stages, and of ranks (D).
+        num_stages: Number of stages, and of ranks (D); a schedule with two chunks a rank cuts the model into 2D.
         n_microbatches: Number of micro-batches a batch is divided into (N), both directions together.
-        schedule: "chimera" (even D), "1f1b", "gpipe", an :class:`Order`, or a callable ``(D, N) -> Order``.
+        schedule: "chimera" (even D), "1f1b", "gpipe" or another family, an :class:`Order`, or a callable ``(D, N) -> Order``.
         split_points: Qualified names of the modules that begin a new stage, instead of the automatic cut.
         loss_weight: How a micro-batch counts: "samples" (by rows), "sum" (the loss is a sum), an ignore_index (by targets that are
             not it), or a callable ``(target, args, kwargs) -> number``.
@@ -139,13 +140,20 @@ def reference(
 
 def _order(schedule: Schedule, num_stages: int, n_microbatches: int) -> Order:
     if isinstance(schedule, str):
-        return make_order(schedule, num_stages, n_microbatches)
-    order = schedule if isinstance(schedule, Order) else schedule(num_stages, n_microbatches)
-    found = (order.placement.num_stages, order.placement.n_microbatches)
+        order = make_order(schedule, num_stages, n_microbatches)
+    else:
+        order = schedule if isinstance(schedule, Order) else schedule(num_stages, n_microbatches)
+    found = (order.placement.num_ranks, order.placement.n_microbatches)
     if found != (num_stages, n_microbatches):
-        raise FxChimeraError(
-            f"the order {order.name!r} is for (num_stages, n_microbatches) = {found}, but the pipeline has "
-            f"{(num_stages, n_microbatches)}"
+        raise ScheduleError(
+            f"the order {order.name!r} is for {found[0]} ranks and {found[1]} micro-batches, but the pipeline has "
+            f"num_stages={num_stages}, n_microbatches={n_microbatches}"
+        )
+    split = next((action for _, action in order if action.kind in (Kind.I, Kind.W)), None)
+    if split is not None:
+        raise ScheduleError(
+            f"the order {order.name!r} splits backwards into input and weight gradients ({split}), which the runtime does not do "
+            'yet; use one with whole backwards, for instance "chimera", "1f1b" or "interleaved-1f1b"'
         )
     return order
 

@@ -61,7 +61,7 @@ class Pipeline:
         sizes = {name: model.get_parameter(aliases[0]).nbytes for name, aliases in self._names.items()}
         self._orders = Orders.of(order, first.plan, self._costs, sizes)
         agree(world, "plan", repr(first.plan) + self._orders.step.digest() + repr(sizes))
-        self._owner = owner_process(model, first.plan, self._names)
+        self._owner = owner_process(model, first.plan, self._names, order.placement)
         self._engine = Engine(model, first, self._orders, world)
         self._preparation = Preparation(
             model, programs, self._engine, world, loss_fn=loss_fn, loss_weight=loss_weight, specs=specs, seed=seed

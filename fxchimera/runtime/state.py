@@ -11,22 +11,24 @@ from torch import nn
 
 from fxchimera.errors import FxChimeraError
 from fxchimera.runtime.world import LocalWorld, World
+from fxchimera.schedule.placement import Placement
 from fxchimera_passes.plan import StagePlan
 
 __all__ = ["gather_state", "load_state", "owned_state", "owner_process"]
 
 
-def owner_process(model: nn.Module, plan: StagePlan, names: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
+def owner_process(model: nn.Module, plan: StagePlan, names: Mapping[str, tuple[str, ...]], placement: Placement) -> dict[str, int]:
     """Return the rank that holds the valid tensor of every parameter and buffer, under all its names.
 
-    Stage s is owned by its down replica, on rank s.  A buffer belongs to the first stage that reads it; one that no stage reads is
-    the same everywhere and belongs to rank 0.
+    A stage is owned by its down replica.  A buffer belongs to the first stage that reads it; one that no stage reads is the same
+    everywhere and belongs to rank 0.
     """
-    owner = {alias: plan.owner[name] for name, aliases in names.items() for alias in aliases}
+    down = placement.pipes[0]
+    owner = {alias: down[plan.owner[name]] for name, aliases in names.items() for alias in aliases}
     first: dict[int, int] = {}
     for stage in plan.stages:
         for name in stage.buffers:
-            first.setdefault(id(model.get_buffer(name)), stage.index)
+            first.setdefault(id(model.get_buffer(name)), down[stage.index])
     for name, buffer in model.named_buffers(remove_duplicate=False):
         owner[name] = first.get(id(buffer), 0)
     return owner
