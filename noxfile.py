@@ -14,6 +14,8 @@ nox.options.error_on_missing_interpreters = True
 
 PROJECT = nox.project.load_toml("pyproject.toml")
 TORCH = "torch==2.13.0"  # installed first and by this exact name, so that nothing else chooses torch's build
+# their requirements ask for builds that there are none of, or for what the models do not use
+ZOO_ALONE = ["torchvision==0.28.0", "segmentation_models_pytorch==0.6.0", "openai-whisper==20250625", "litgpt==0.5.13"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # bitwise comparisons need equal thread counts, and the tests run side by side
 
 
@@ -58,6 +60,17 @@ def parity(session: nox.Session) -> None:
     """Compare every model, stage count, micro-batch count and schedule with the plain model (slow)."""
     install(session, "tests")
     session.run("pytest", "-n", "2", "--dist", "worksteal", "-m", "matrix", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(default=False)
+def zoo(session: nox.Session) -> None:
+    """Wrap every model of the zoo beside this repository and compare it with the plain one; names or options go after ``--``."""
+    if not (Path(__file__).resolve().parent.parent / "shared" / "zoo" / "zoo.py").exists():
+        session.skip("the zoo, ../shared/zoo/zoo.py, is not there")
+    install(session, "tests")
+    session.install(*nox.project.dependency_groups(PROJECT, "zoo"), TORCH)
+    session.install("--no-deps", *ZOO_ALONE)
+    session.run("python", "-m", "tests.zoo_runner", *session.posargs, env={**ONE_THREAD, "PYTHONPATH": "passes"})
 
 
 @nox.session(default=False)

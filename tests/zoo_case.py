@@ -8,39 +8,28 @@ knows nothing of fxchimera; another one with ``fxchimera.reference``, the plain 
 from __future__ import annotations
 
 import itertools
-import random
 import time
-import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import fxchimera
 from fxchimera_passes._torch import FakeTensor
 from fxchimera_passes.capture.state import without_cache
 from fxchimera_passes.structure import flatten
 from tests.parity import TOLERANCE
+from tests.zoo_models import Sample, Seen, draws, gradients, pieces, plain_loop, samples_of
 
-__all__ = ["Check", "Outcome", "Sample", "run_cell", "samples_of"]
+__all__ = ["Check", "Outcome", "run_cell"]
 
 _FLOOR = 1e-3
 _COARSE = 5e-2  # for half precision
 _VALUES = 10.0  # a loss, an output or a buffer may be off by this many tolerances, relative to its own norm
-
-
-class Sample(NamedTuple):
-    """A batch for a model; ``target`` holds the tensors that the entry's loss closes over, None when there are none."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    target: Any
-    loss_fn: Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,109 +54,6 @@ class Outcome:
     wrap_seconds: float = 0.0
     balance: float = 0.0
     collects: bool = False
-
-
-def samples_of(zoo: Any, name: str, rows: int | None) -> tuple[nn.Module, list[Sample]]:
-    """Build an entry (the same in every call) with two batches; ``rows`` asks for another batch size than the entry's own."""
-    usual, zoo.B = zoo.B, rows or zoo.B
-    try:
-        _seed(0)
-        model, args, kwargs, loss = zoo.ZOO[name].build()
-    finally:
-        zoo.B = usual
-    _seed(1)
-    fresh = zoo.fresh_inputs(name, seed=1, batch=rows)
-    return model, [_sample(args, kwargs, loss), _sample(*fresh)]
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
-def _sample(args: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[[Any], Tensor]) -> Sample:
-    """Make the tensors that ``loss`` closes over its target, so that a batch can be divided."""
-    if loss.__name__ == "sum_loss":  # it looks for outputs that require a gradient, and in evaluation there is none
-        return Sample(args, kwargs, None, mean_square)
-    cells = dict(zip(loss.__code__.co_freevars, loss.__closure__ or (), strict=True))
-    target = {key: cell.cell_contents for key, cell in cells.items() if isinstance(cell.cell_contents, Tensor)}
-    if not target:
-        return Sample(args, kwargs, None, loss)
-
-    def loss_fn(output: Any, given: Mapping[str, Tensor]) -> Tensor:
-        closure = tuple(types.CellType(given[key]) if key in given else cell for key, cell in cells.items())
-        return types.FunctionType(loss.__code__, loss.__globals__, "loss", loss.__defaults__, closure)(output)
-
-    return Sample(args, kwargs, target, loss_fn)
-
-
-def mean_square(output: Any) -> Tensor:
-    """Add up the mean square of every floating-point tensor in ``output``."""
-    tensors = [tensor for tensor in flatten(output)[0] if tensor.is_floating_point() or tensor.is_complex()]
-    return torch.stack([tensor.abs().float().pow(2).mean() for tensor in tensors]).sum()
-
-
-# ---- the plain model
-
-
-@dataclass(slots=True)
-class Seen:
-    """The loss of a step or of an evaluation, the outputs that the loss was computed of, and the gradients."""
-
-    loss: Tensor
-    outputs: list[list[Tensor]]
-    gradients: dict[str, Tensor | None] = field(default_factory=dict)
-
-
-def pieces(sample: Sample, n: int) -> list[Sample]:
-    """Divide a batch along the first dimension of its tensors.
-
-    Raises:
-        ValueError: they disagree about it, or it does not divide.
-    """
-    if n == 1:
-        return [sample]
-    tensors, structure = flatten((sample.args, sample.kwargs, sample.target))
-    sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}
-    if len(sizes) != 1 or min(sizes) % n or not min(sizes):
-        raise ValueError(f"the first dimensions {sorted(sizes)} do not divide by {n}")
-    cut = [tensor.chunk(n) for tensor in tensors]
-    parts = [structure.rebuild([chunks[i] for chunks in cut]) for i in range(n)]
-    return [Sample(args, kwargs, target, sample.loss_fn) for args, kwargs, target in parts]
-
-
-def plain_loop(model: nn.Module, sample: Sample, n: int, *, backward: bool) -> Seen:
-    """Run the plain model over the micro-batches, each counting 1/n."""
-    total, outputs = torch.zeros(()), []
-    for piece in pieces(sample, n):
-        output = model(*piece.args, **piece.kwargs)
-        loss = piece.loss_fn(output) if piece.target is None else piece.loss_fn(output, piece.target)
-        if backward:
-            (loss / n).backward()
-        total = total + loss.detach() / n
-        outputs.append([tensor.detach().clone() for tensor in flatten(output)[0]])
-    return Seen(total, outputs, gradients(model))
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """Copy what is in ``.grad``."""
-    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-
-
-def draws(model: nn.Module, sample: Sample) -> bool:
-    """Tell whether a forward of the plain model moves a random generator (the model's buffers are put back)."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with torch.random.fork_rng(devices=[]):
-        before = torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
-        model(*sample.args, **sample.kwargs)
-        moved = before != (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()))
-    for buffer, value in buffers:
-        buffer.data.copy_(value)
-    return moved
-
-
-# ---- the comparison
 
 
 class Taps:
@@ -218,7 +104,7 @@ class Cell:
     def run(self) -> Outcome:
         """Two steps on two batches and an evaluation between them."""
         first, second = self.samples
-        options = dict(num_stages=self.stages, n_microbatches=self.n, schedule=self.schedule, seed=7)
+        options = {"num_stages": self.stages, "n_microbatches": self.n, "schedule": self.schedule, "seed": 7}
         loss_fn = self.taps.wrap(first.loss_fn)
         began = time.perf_counter()
         with warnings.catch_warnings(record=True) as caught, self._pipeline(first, loss_fn, options) as pipe:
@@ -235,19 +121,7 @@ class Cell:
         return self.outcome
 
     def _pipeline(self, first: Sample, loss_fn: Any, options: dict[str, Any]) -> fxchimera.Pipeline:
-        return fxchimera.pipeline(
-            self.model, example_args=first.args, example_kwargs=first.kwargs, loss_fn=loss_fn, **options, **self._specs(first)
-        )
-
-    def _specs(self, sample: Sample) -> dict[str, Any]:
-        """Give the whole tensor to everyone where first dimensions disagree, as the error about that says (only at N=1)."""
-        tensors = flatten((sample.args, sample.kwargs))[0]
-        rows = [tensor.shape[0] for tensor in tensors if tensor.dim()]
-        if len(set(rows)) < 2:
-            return {}
-        whole = [any(t.dim() and t.shape[0] != rows[0] for t in flatten(value)[0]) for value in sample.args]
-        names = {k: None for k, value in sample.kwargs.items() if any(t.dim() and t.shape[0] != rows[0] for t in flatten(value)[0])}
-        return {"args_chunk_spec": [None if odd else 0 for odd in whole], "kwargs_chunk_spec": names}
+        return fxchimera.pipeline(self.model, example_args=first.args, example_kwargs=first.kwargs, loss_fn=loss_fn, **options)
 
     def _step(self, what: str, pipe: fxchimera.Pipeline, sample: Sample, number: int, options: dict[str, Any]) -> None:
         self.taps.take()
@@ -270,7 +144,7 @@ class Cell:
             warnings.simplefilter("ignore")
             result = fxchimera.reference(
                 self.plain, *sample.args, target=sample.target, loss_fn=taps.wrap(sample.loss_fn), step=number,
-                **options, **self._specs(sample), **kwargs,
+                **options, **kwargs,
             )  # fmt: skip
         return Seen(result.loss, taps.take(), result.gradients)
 
@@ -317,7 +191,9 @@ class Cell:
         for name, wanted in expected.gradients.items():
             got = found.gradients.get(name)
             if (got is None) != (wanted is None):
-                self.outcome.checks.append(Check(f"{what}: gradients", "different", float("inf"), f"{name}: {_kind(got)} instead of {_kind(wanted)}"))
+                self.outcome.checks.append(
+                    Check(f"{what}: gradients", "different", float("inf"), f"{name}: {_kind(got)} instead of {_kind(wanted)}")
+                )
             elif got is not None and wanted is not None:
                 self._judge(f"{what}: gradients", got, wanted, _tolerance(wanted), name, _FLOOR * whole)
 
@@ -343,10 +219,16 @@ class Cell:
 
     def _judge(self, what: str, got: Tensor, wanted: Tensor, tolerance: float, name: str = "", floor: float = 0.0) -> None:
         got, wanted = _wide(got), _wide(wanted)
-        if got.shape == wanted.shape and torch.equal(torch.nan_to_num(got), torch.nan_to_num(wanted)) and torch.equal(got.isnan(), wanted.isnan()):
+        if (
+            got.shape == wanted.shape
+            and torch.equal(torch.nan_to_num(got), torch.nan_to_num(wanted))
+            and torch.equal(got.isnan(), wanted.isnan())
+        ):
             self.outcome.checks.append(Check(what, "bitwise"))
             return
-        error = float((got - wanted).norm()) / max(float(wanted.norm()), floor, 1e-30) if got.shape == wanted.shape else float("inf")
+        error = (
+            float((got - wanted).norm()) / max(float(wanted.norm()), floor, 1e-30) if got.shape == wanted.shape else float("inf")
+        )
         verdict = "close" if error <= tolerance else "different"
         self.outcome.checks.append(Check(what, verdict, error, name))
 

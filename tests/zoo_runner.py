@@ -129,7 +129,7 @@ def _child(zoo: Any, name: str, pipe: Connection) -> None:
 
 def _cell(zoo: Any, name: str, n: int) -> Row:
     from fxchimera.errors import FxChimeraError
-    from tests.zoo_case import pieces, plain_loop, samples_of
+    from tests.zoo_models import plain_loop, samples_of
 
     group, began, rows, schedule = zoo.ZOO[name].group, time.perf_counter(), None, "1f1b"
     try:
@@ -157,7 +157,7 @@ def _cell(zoo: Any, name: str, n: int) -> Row:
 
 def _divisible(zoo: Any, name: str, n: int) -> int | None:
     """Find a batch that the plain model takes in ``n`` parts: four rows, else as many as the entry has; None without one."""
-    from tests.zoo_case import plain_loop, samples_of
+    from tests.zoo_models import plain_loop, samples_of
 
     for rows in (2 * n, zoo.B):
         try:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.models import Example, seeded
 
-__all__ = ["SAMPLE"]
+__all__ = ["SAMPLE", "WIDTH", "Layers"]
 
 ROWS, WIDTH, WORDS = 4, 6, 11
 SAMPLE: dict[str, Callable[[], Example]] = {}

@@ -199,7 +199,7 @@ def _rows(leaves: Sequence[_Leaf], n_microbatches: int) -> int:
     if not divided:
         raise BatchError("the batch holds no tensor with a batch dimension, so there is nothing to divide into micro-batches")
     sizes = {leaf.name: leaf.tensor.shape[leaf.dim] for leaf in divided if leaf.dim is not None}
-    if len(set(sizes.values())) > 1:
+    if len(set(sizes.values())) > 1 and n_microbatches > 1:  # one micro-batch is the whole batch, whatever its dimensions mean
         listing = ", ".join(f"{name} {tuple(leaf.tensor.shape)}" for name, leaf in zip(sizes, divided, strict=True))
         raise BatchError(
             f"the tensors of the batch disagree about the number of rows: {listing}. "

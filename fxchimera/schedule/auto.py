@@ -41,6 +41,13 @@ _DEFAULT_SECONDS, _THOROUGH_SECONDS = 1.0, 30.0
 # Rounds of annealing: how many plans, the share of the remaining budget for each, the first temperature, and whether to begin
 # again from what rules and papers gave instead of what was annealed so far.
 _DEFAULT = ((6, 0.06, 0.03, False), (2, 0.25, 0.03, False), (1, 1.0, 0.03, False))
+# Little memory or few operations: good orders are far from each other, so many hot starts.
+_WIDE = (
+    (6, 0.03, 0.03, False),
+    *((6, 0.03, hot, True) for hot in (0.3, 1.0, 3.0, 10.0)),
+    (2, 0.2, 0.1, False),
+    (1, 1.0, 0.03, False),
+)
 _THOROUGH = (
     (6, 0.03, 0.03, True),
     (6, 0.04, 0.1, True),
@@ -225,7 +232,7 @@ class _Search:
     def shorten(self) -> None:
         """Anneals the best few plans briefly, fewer of them for longer, then the best one with what is left."""
         starts = [list(candidates) for candidates in self.best]
-        for number, (keep, share, hot, anew) in enumerate(_THOROUGH if self.thorough else _DEFAULT):
+        for number, (keep, share, hot, anew) in enumerate(self.rounds()):
             pool = starts if anew else self.best
             wanted = [one for shape in self.open() for one in pool[shape][: max(3, keep // len(self.open()))]]
             wanted.sort(key=lambda one: (one.makespan, one.shape))
@@ -233,6 +240,15 @@ class _Search:
             for turn, one in enumerate(wanted[:keep]):
                 if left * share >= _LEAST:
                     self.anneal(one, int(left * share), hot, 100 * number + turn)
+
+    def rounds(self) -> tuple[tuple[int, float, float, bool], ...]:
+        """The rounds of annealing for this size and memory."""
+        fewest = min(3 * problem.num_cells for problem in self.problems)
+        room = self.problems[0].placement.num_ranks * max(self.problems[0].holds)
+        tight = min(self.problems[0].caps) < room - 1e-6
+        if tight or self.budget > 20_000 * fewest:
+            return _WIDE
+        return _THOROUGH if self.thorough else _DEFAULT
 
     def anneal(self, one: _Candidate, budget: int, hot: float, turn: int) -> None:
         problem = self.problems[one.shape]

@@ -37,6 +37,7 @@ class Rule:
         wait_forward: The same for forwards.
         credit: (alpha, beta): a pipe holds at most floor(alpha * lifespan / period + beta) micro-batches at a stage; needed where
             the cap is below D.
+        lead: Among equally deep ones the j-th micro-batch of pipe p has turn j + lead * p; None takes the lowest number first.
         split: (first, last): of every pipe the first and last so many micro-batches have split backwards, the rest whole ones; None
             splits all.
     """
@@ -47,6 +48,7 @@ class Rule:
     wait: float = 0.0
     wait_forward: float = 0.0
     credit: tuple[float, float] | None = None
+    lead: float | None = None
     split: tuple[int, int] | None = None
 
 
@@ -68,7 +70,7 @@ class _Run:
         self.forward, self.first, self.second = costs.forward, costs.input_grad, costs.weight_grad
         self.whole = [costs.full_backward(stage) for stage in range(self.stages)]
         self.holds, self.caps = problem.holds, problem.caps
-        self.fused = _fused(problem, rule)
+        self.fused, self.turn = _fused(problem, rule), _turns(problem, rule)
         ranks = range(place.num_ranks)
         self.out: list[list[int]] = [[] for _ in ranks]
         self.forwards: list[list[int]] = [[] for _ in ranks]  # cells whose F, X or W is ready
@@ -162,8 +164,8 @@ class _Run:
 
     def run_backward(self, rank: int, now: float) -> None:
         backwards, stages = self.backwards[rank], self.stages
-        sign = 1 if self.rule.shallow else -1
-        cell = min(backwards, key=lambda cell: (sign * (cell % stages), cell))
+        sign, turn = (1 if self.rule.shallow else -1), self.turn
+        cell = min(backwards, key=lambda cell: (sign * (cell % stages), turn[cell // stages]))
         backwards.remove(cell)
         self.start(rank, 3 * cell + 1, now)
 
@@ -173,7 +175,8 @@ class _Run:
         forwards = self.forwards[rank]
         if not forwards or self.held[rank] + min(self.holds) > self.caps[rank]:
             return -1
-        for cell in sorted(forwards, key=lambda cell: (-(cell % stages), cell)):
+        turn = self.turn
+        for cell in sorted(forwards, key=lambda cell: (-(cell % stages), turn[cell // stages])):
             microbatch, stage = divmod(cell, stages)
             key = (stage, self.pipe_of[microbatch])
             if key in seen:
@@ -255,6 +258,17 @@ def _fused(problem: Problem, rule: Rule) -> list[bool]:
             begin = microbatch * place.num_stages
             fused[begin : begin + place.num_stages] = [True] * place.num_stages
     return fused
+
+
+def _turns(problem: Problem, rule: Rule) -> list[tuple[float, int]]:
+    """By micro-batch, its turn among equals."""
+    place = problem.placement
+    turns = [(float(microbatch), microbatch) for microbatch in range(place.n_microbatches)]
+    if rule.lead is not None:
+        for pipe in range(len(place.pipes)):
+            for index, microbatch in enumerate(place.microbatches(pipe)):
+                turns[microbatch] = (index + rule.lead * pipe, microbatch)
+    return turns
 
 
 def _credits(problem: Problem, rule: Rule) -> list[int] | None:

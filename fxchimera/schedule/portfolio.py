@@ -88,6 +88,7 @@ def _random(chance: random.Random, costs: Costs, *, tight: bool, priced: bool, u
         wait=pick((0.0, 0.0, 0.5, 1.0)),
         wait_forward=pick((0.0, 0.0, 0.1, 0.3)),
         credit=pick(_CREDITS) if chance.random() < (0.8 if tight else 0.35) else None,
+        lead=pick((None, 0.5, -0.5, -1.5)),
         split=(pick(range(12)), pick(range(12))) if priced and chance.random() < 0.7 else None,
     )
     slow = costs.latency > 0.0 or bool(costs.boundary_bytes)

@@ -115,8 +115,8 @@ def in_transform() -> bool:
 def vmap_run(function: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Return what functions made by ``torch.vmap`` call to run; with ``function``, let them call that."""
     if function is not None:
-        functorch_apis.vmap_impl = function  # type: ignore[assignment,unused-ignore]
-    found: Callable[..., Any] = functorch_apis.vmap_impl
+        functorch_apis.vmap_impl = function  # type: ignore[attr-defined,assignment,unused-ignore]
+    found: Callable[..., Any] = functorch_apis.vmap_impl  # type: ignore[attr-defined,unused-ignore]
     return found
 
 

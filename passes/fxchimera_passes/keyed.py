@@ -26,7 +26,17 @@ from fxchimera_passes._torch import TorchDispatchMode
 from fxchimera_passes.captured import RandomKey
 from fxchimera_passes.recompute import Replacement, Replay
 
-__all__ = ["HOST_ORDINAL", "is_random", "keyed_model", "keyed_random", "microbatch_randomness", "named_microbatch", "seed_host", "seed_now", "seed_of"]
+__all__ = [
+    "HOST_ORDINAL",
+    "is_random",
+    "keyed_model",
+    "keyed_random",
+    "microbatch_randomness",
+    "named_microbatch",
+    "seed_host",
+    "seed_now",
+    "seed_of",
+]
 
 # A key with this ordinal says that the module draws from Python's or numpy's global generator.
 HOST_ORDINAL = -1

@@ -1,6 +1,6 @@
 """Keep the cut of one recording in another recording of the same model: another batch size, or eval mode.
 
-Recordings of one model agree on most nodes but not on all (no dropout in eval mode, other masks for other shapes, a layer left out).
+Recordings of one model agree on most nodes, not on all (no dropout in eval mode, other masks for other shapes, a layer left out).
 What reads a parameter keeps its stage.  Between such nodes others are matched by an anchor: (operation, target, owning module,
 line, how many like it came before).  Each cut must fall between the last node so placed before it and the first after it; among the
 legal places there the one that sends least is taken.  A stage may be left without any operation.

@@ -125,3 +125,41 @@ def test_a_tensor_smuggled_between_modules_is_refused_at_the_root():
 
     with pytest.raises(CaptureError, match=r"Take reads a tensor of shape .* that was not passed to it"):
         capture(nn.Sequential(Put(), nn.Linear(WIDTH, WIDTH).double(), Take()), (data(),), {})
+
+
+class Store:
+    """A cache: empty at first, then it holds keys."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+
+
+class Asks(nn.Module):
+    def forward(self, x: Tensor, store: Store) -> Tensor:
+        return x * (10 if store.keys else 1)
+
+
+class Fills(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, store: Store) -> Tensor:
+        store.keys.append(self.layer(x))
+        return x + store.keys[-1]
+
+
+def test_a_cache_is_empty_again_for_a_call_that_saw_it_so():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.asks, self.fills = Asks(), nn.ModuleList(Fills() for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            store = Store()
+            x = self.asks(x, store)
+            for fill in self.fills:
+                x = fill(x, store)
+            return self.asks(x, store)
+
+    check(build(Model))

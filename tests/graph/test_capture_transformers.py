@@ -42,6 +42,26 @@ def test_only_hidden_states_cross_between_the_stages_of_a_llama():
     assert_same_gradients(example.model, reference.model)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_mask_that_masks_nothing_is_left_out_as_in_a_plain_run(padded):
+    """Transformers would build it on fake tensors; the fused causal kernel takes none."""
+    example, reference = llama(), llama()
+    mask = example.kwargs["attention_mask"] if padded else torch.ones(4, 10, dtype=torch.long)
+    captured, plan = planned(example._replace(kwargs={**example.kwargs, "attention_mask": mask}), 4)
+    masks = [node.kwargs["attention_mask"] for node in captured.graph.nodes if "attention_mask" in node.kwargs]
+    assert len(masks) == 8, "one for each layer"
+    assert all((mask is not None) == padded for mask in masks)
+    other = torch.ones(4, 10, dtype=torch.long) if padded else example.kwargs["attention_mask"]
+    for given, fits in ((mask, True), (other, False)):
+        inputs = tuple({**example.kwargs, "attention_mask": given}.values())
+        assert all(guard.holds(inputs) for guard in captured.guards) == fits
+    batch = example._replace(kwargs={**example.kwargs, "attention_mask": mask})
+    output, loss = step(captured, plan, batch)
+    expected, expected_loss = plain(reference._replace(kwargs=batch.kwargs))
+    assert torch.equal(loss, expected_loss)
+    assert_same_output(output.logits, expected.logits)
+
+
 @pytest.mark.parametrize("num_stages", [1, 4])
 def test_no_cache_is_made_in_a_training_step(monkeypatch, num_stages):
     from transformers import DynamicCache

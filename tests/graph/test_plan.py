@@ -260,7 +260,7 @@ def test_a_stage_must_not_read_new_parameters_elsewhere():
 
     first, second = (trace(Switch(extra), torch.randn(2, 4)) for extra in (False, True))
     plan = make_plan(first, analytic(first), 2)
-    with pytest.raises(PartitionError, match=r"stage 1 would read parameters.*a\.weight"):
+    with pytest.raises(PartitionError, match=r"stage . would read parameters.*(a|b)\.weight"):
         transfer(first, plan, second)
 
 

@@ -1,4 +1,4 @@
-"""Every family of orders with whole backwards trains the plain model; those that split backwards are refused before anything runs."""
+"""Every family with whole backwards trains the plain model; those that split backwards are refused before anything runs."""
 
 from __future__ import annotations
 

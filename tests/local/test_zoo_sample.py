@@ -6,11 +6,23 @@ import warnings
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import fxchimera
+from tests.local.toys import seeded
+from tests.local.wrapped import reference
 from tests.models import Example
-from tests.parity import TOLERANCE, Outcome, assert_bitwise, assert_close, assert_same_tensors, gradients_of, micro_batch_loop, split
-from tests.zoo_sample import SAMPLE
+from tests.parity import (
+    TOLERANCE,
+    Outcome,
+    assert_bitwise,
+    assert_close,
+    assert_same_tensors,
+    gradients_of,
+    micro_batch_loop,
+    split,
+)
+from tests.zoo_sample import SAMPLE, WIDTH, Layers
 
 STAGES, SEED = 4, 7
 RANDOM = {"Noise", "StochasticDepth", "PythonCoins"}
@@ -59,10 +71,33 @@ def test_a_model_of_the_sample_equals_the_plain_one(name: str, n: int, schedule:
             assert_same_tensors(dict(example.model.named_buffers()), dict(plain.model.named_buffers()))
             with torch.no_grad():
                 for model in (example.model, plain.model):
-                    for parameter in model.parameters():
-                        parameter -= 0.1 * found.gradients[next(k for k, p in model.named_parameters() if p is parameter)]
+                    for key, parameter in model.named_parameters():
+                        if (gradient := found.gradients[key]) is not None:
+                            parameter -= 0.1 * gradient
         loss = pipe.evaluate(*example.args, target=example.target, **example.kwargs)
     plain.model.eval()
     with torch.no_grad():
         losses = [piece.loss(piece.model(*piece.args, **piece.kwargs)) for piece in split(plain, n)]
     torch.testing.assert_close(loss, torch.stack(losses).mean(), rtol=1e-12, atol=0)
+
+
+class Shared(Layers):
+    """Reads a parameter once and uses it in every stage; the plain model cannot tell these uses apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale * 1.0
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * self.scale + scale
+        return x
+
+
+@pytest.mark.parametrize("name", ["Embedded", "LongSkip", "Shared"])
+def test_the_reference_counts_every_use_of_a_shared_parameter(name: str) -> None:
+    """A tied head read under its own name, a weight read beside its layer's call, and one parameter of all stages."""
+    example = SAMPLE[name]() if name in SAMPLE else SAMPLE["LongSkip"]()._replace(model=seeded(Shared))
+    found = reference(example, STAGES, 2, "1f1b")
+    assert_close(found, micro_batch_loop(example, 2), TOLERANCE[torch.float64])

@@ -202,9 +202,10 @@ class _Job:
                     self._close(recorder, module, signal.reason, signal.line, signal)
             return
         self.seeded.add(name)
+        where = f"{name or 'the model'} ({type(signal.module).__name__})"
         self.notes.append(
-            f"the forward of {name or 'the model'} ({type(signal.module).__name__}): {signal.reason} (before {signal.line}), so it is "
-            "recorded anew for every micro-batch, which costs time. Draw in a submodule, or with torch and without reading the value"
+            f"{where}: {signal.reason} (before {signal.line}), so it is recorded anew for every micro-batch, which costs time. "
+            "Draw in a submodule, or with torch and without reading the value"
         )
 
     def _small(self, name: str) -> bool:

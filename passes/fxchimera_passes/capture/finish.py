@@ -23,6 +23,7 @@ def finish(
     """Clean the graph of ``recorder`` and describe it."""
     writer = recorder.writer
     _eliminate(writer.graph, writer.keep_alive)
+    writer.empty_again()
     nodes = [node for node in writer.graph.nodes if node.op != "output"]
     ranges = _surviving(writer.pins, [writer.order[node] for node in nodes])
     ranges += _objects(nodes) + _buffers(nodes)

@@ -50,6 +50,7 @@ class GraphWriter:
         self._node_of: dict[int, fx.Node] = {}
         self._attribute_nodes: dict[str, fx.Node] = {}
         self._constant_nodes: dict[int, fx.Node] = {}
+        self._empty: dict[str, tuple[Any, Structure]] = {}
         self._kept: list[Any] = []
 
     # ---- nodes
@@ -205,7 +206,17 @@ class GraphWriter:
         if type(value) is slice:
             return slice(self.convert(value.start), self.convert(value.stop), self.convert(value.step))
         tensors, structure = flatten(value)
-        return self.rebuilt(structure, tensors) if tensors else self.constant(value)
+        if tensors:
+            return self.rebuilt(structure, tensors)
+        node = self.constant(value)
+        self._empty.setdefault(str(node.target), (value, flatten(value, fresh=True)[1]))
+        return node
+
+    def empty_again(self) -> None:
+        """Put objects in the place of constants that had no tensors when they were passed and hold some by now (a new cache)."""
+        for key, (value, structure) in self._empty.items():
+            if flatten(value)[0]:
+                self.constants[key] = structure.rebuild([])
 
     def rebuilt(self, structure: Structure, tensors: list[Tensor]) -> fx.Node:
         """Add a node that makes an object of ``structure`` around ``tensors``."""
