@@ -59,7 +59,17 @@ def tests(session: nox.Session) -> None:
 def parity(session: nox.Session) -> None:
     """Compare every model, stage count, micro-batch count and schedule with the plain model (slow)."""
     install(session, "tests")
-    session.run("pytest", "-n", "2", "--dist", "worksteal", "-m", "matrix", *session.posargs, env=ONE_THREAD)
+    where = session.posargs or ["tests/local", "tests/process"]
+    session.run("pytest", "-n", "2", "--dist", "worksteal", "-m", "matrix", *where, env=ONE_THREAD)
+
+
+@nox.session(default=False)
+def exhaustive(session: nox.Session) -> None:
+    """Prove every order of every family in all cells, thousands of mutants, and the search against an exact solver (slow)."""
+    install(session, "tests")
+    session.install("ortools>=9.15")
+    where = session.posargs or ["tests/pure"]
+    session.run("pytest", "-n", "2", "--dist", "worksteal", "-m", "matrix or not matrix", *where, env=ONE_THREAD)
 
 
 @nox.session(default=False)
