@@ -69,7 +69,8 @@ def exhaustive(session: nox.Session) -> None:
     install(session, "tests")
     session.install("ortools>=9.15")
     where = session.posargs or ["tests/pure"]
-    session.run("pytest", "-n", "2", "--dist", "worksteal", "-m", "matrix or not matrix", *where, env=ONE_THREAD)
+    exploring = {**ONE_THREAD, "HYPOTHESIS_PROFILE": "exploring"}
+    session.run("pytest", "-n", "2", "--dist", "worksteal", "-m", "matrix or not matrix", *where, env=exploring)
 
 
 @nox.session(default=False)

@@ -9,5 +9,7 @@ from hypothesis import settings
 # Bitwise comparisons need equal thread counts, in this process and in those it starts; read when torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-settings.register_profile("shared-machine", deadline=None, print_blob=True)
-settings.load_profile("shared-machine")
+# The default run draws the same examples every time; `nox -s exhaustive` explores others.
+settings.register_profile("repeatable", deadline=None, print_blob=True, derandomize=True)
+settings.register_profile("exploring", deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))

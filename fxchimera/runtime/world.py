@@ -99,15 +99,9 @@ class DistributedWorld:
 
     def __init__(self, num_ranks: int, limits: Limits) -> None:
         self._calls = _Collectives()
+        _check_size(num_ranks)  # before joining: a rank that left again would break the others' joining
         if not dist.is_initialized():
             self._calls.leave = join(datetime.timedelta(seconds=limits.wait_seconds))
-        if dist.get_world_size() != num_ranks:
-            found, rank = dist.get_world_size(), dist.get_rank()
-            self._leave()
-            raise FxChimeraError(
-                f"the schedule needs {num_ranks} ranks (num_stages={num_ranks}), but torch.distributed has a world of {found} "
-                f"(this is rank {rank}); start with torchrun --nproc-per-node {num_ranks}, or pass num_stages={found}"
-            )
         self.process = dist.get_rank()
         self.num_processes = num_ranks
         self.ranks: tuple[int, ...] = (self.process,)
@@ -229,6 +223,18 @@ class _Collectives(threading.Thread):
                 answer.put(call())
             except Exception as error:
                 answer.put(error)
+
+
+def _check_size(num_ranks: int) -> None:
+    """Refuse a world of another size than the schedule's, be it joined already or only announced by torchrun."""
+    joined = dist.is_initialized()
+    found = dist.get_world_size() if joined else int(os.environ["WORLD_SIZE"])
+    if found != num_ranks:
+        rank = dist.get_rank() if joined else int(os.environ["RANK"])
+        raise FxChimeraError(
+            f"the schedule needs {num_ranks} ranks (num_stages={num_ranks}), but torch.distributed has a world of {found} "
+            f"(this is rank {rank}); start with torchrun --nproc-per-node {num_ranks}, or pass num_stages={found}"
+        )
 
 
 def make_world(num_ranks: int, limits: Limits) -> World:

@@ -282,7 +282,8 @@ def _credits(problem: Problem, rule: Rule) -> list[int] | None:
     span, found = 0.0, [0] * place.num_stages
     for stage in reversed(range(place.num_stages)):
         span += costs.forward[stage] + costs.input_grad[stage]
-        found[stage] = max(1, int(alpha * (span + costs.weight_grad[stage]) / period + beta))
+        lifespan = (span + costs.weight_grad[stage]) / period if period else float(place.num_ranks)  # stages may cost nothing
+        found[stage] = max(1, int(alpha * lifespan + beta))
         if stage:
             span += 2 * problem.hops()[0][0][stage - 1]
     return found

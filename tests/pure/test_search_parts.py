@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -135,3 +136,12 @@ def test_random_orders_respect_the_bound():
             place, costs, tuple(max(peak, least) for peak, least in zip(peaks, problem.least(), strict=True)), problem.holds
         )
         assert lower_bound(limited).seconds <= makespan_of(problem, plan) + 1e-9
+
+
+def test_stages_that_cost_nothing_have_an_order():
+    """A credit is a share of the period, which is zero when nothing takes time."""
+    nothing = Costs(forward=(0.0, 0.0), input_grad=(0.0, 0.0), weight_grad=(0.0, 0.0))
+    problem = Problem(one_way(2, 3), nothing, (math.inf, math.inf), (1.0, 1.0), False)
+    plan, makespan = listed(problem, Rule(credit=(1.0, 1.0)))
+    assert makespan == 0.0
+    assert proven(problem, plan) == 0.0
