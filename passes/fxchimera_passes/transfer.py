@@ -32,10 +32,13 @@ _Anchor = tuple[str, str, str, str, int]
 def transfer(captured: Captured, plan: StagePlan, other: Captured) -> StagePlan:
     """Cut ``other`` where ``plan`` cuts ``captured``; every parameter keeps its owner.
 
+    What reads a parameter stays in the parameter's stage, and the rest follows as far as it is found again; a stage none of whose
+    operations is there is left empty.
+
     Seconds are those of ``plan`` scaled by how much more or less work the analytic costs see in ``other``.
 
     Raises:
-        PartitionError: a cut's anchor is gone or cannot be cut, or a stage would read a parameter that it did not read before.
+        PartitionError: a cut falls where nothing may be cut, or a stage would read a parameter that it did not read before.
     """
     live = sweep(other)
     costs = analytic(other)

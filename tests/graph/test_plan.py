@@ -260,7 +260,8 @@ def test_a_stage_must_not_read_new_parameters_elsewhere():
 
     first, second = (trace(Switch(extra), torch.randn(2, 4)) for extra in (False, True))
     plan = make_plan(first, analytic(first), 2)
-    with pytest.raises(PartitionError, match=r"stage . would read parameters.*(a|b)\.weight"):
+    # the second call of a keeps to a's stage, and b has left its own, or the other way round
+    with pytest.raises(PartitionError, match=r"stage 1 would read parameters.*a\.weight|stage 0 would read parameters.*b\.weight"):
         transfer(first, plan, second)
 
 
