@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from fxchimera.api import reference as reference
     from fxchimera.errors import BatchError as BatchError
     from fxchimera.errors import CaptureError as CaptureError
+    from fxchimera.errors import CoarseCutWarning as CoarseCutWarning
     from fxchimera.errors import FxChimeraError as FxChimeraError
     from fxchimera.errors import PartitionError as PartitionError
     from fxchimera.errors import PipelineError as PipelineError
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchError",
     "CaptureError",
+    "CoarseCutWarning",
     "FxChimeraError",
     "PartitionError",
     "Pipeline",

@@ -12,21 +12,20 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from fxchimera.errors import FxChimeraError, ScheduleError
+from fxchimera.errors import CoarseCutWarning, ScheduleError
 from fxchimera.pipe import Pipeline
-from fxchimera.planner.choose import choose_cut
+from fxchimera.planner.caps import Cap
+from fxchimera.planner.draft import draft
+from fxchimera.planner.table import Plan
 from fxchimera.runtime.failure import Cause, Limits
 from fxchimera.runtime.loss import LossFn, LossWeight, weights_of
 from fxchimera.runtime.microbatch import Batch, ChunkSpecs, divide
 from fxchimera.runtime.program import Programs
-from fxchimera.runtime.reference import Reference, run_reference
+from fxchimera.runtime.reference import Reference, run_reference, true_programs
 from fxchimera.runtime.world import World, make_world
-from fxchimera.schedule.action import Kind
 from fxchimera.schedule.families import make_order
 from fxchimera.schedule.order import Order
-from fxchimera_passes.capture import capture
-from fxchimera_passes.captured import Captured
-from fxchimera_passes.cost import analytic, measured
+from fxchimera_passes.plan import StagePlan
 
 __all__ = ["Pipeline", "pipeline", "reference"]
 
@@ -48,6 +47,8 @@ def pipeline(
     kwargs_chunk_spec: Mapping[str, Any] | None = None,
     target_chunk_spec: Any = 0,
     cost: Literal["analytic", "measured"] = "analytic",
+    memory: Cap | Sequence[Cap] | None = None,
+    optimizer_values: float = 2.0,
     seed: int | None = None,
     wait_seconds: float = 600.0,
 ) -> Pipeline:
@@ -72,12 +73,18 @@ def pipeline(
         kwargs_chunk_spec: The same for keyword arguments, by name.
         target_chunk_spec: The same for the target.
         cost: "analytic" (flops and bytes; the same cut in every run) or "measured" (seconds on this machine, rank 0's).
+        memory: The most that a rank may need, in bytes or as text ("24GiB"); one for all ranks, or one for each.  What kernels need
+            for a moment is not counted.
+        optimizer_values: Numbers that the optimizer keeps for each parameter, for ``memory`` (AdamW: 2, SGD: 0 or 1).
         seed: Seed of the keyed randomness (dropout); default ``torch.initial_seed()`` of rank 0.
         wait_seconds: How long a rank waits for one message before it raises.
 
+    Warns:
+        CoarseCutWarning: The model has fewer pieces than stages, so that some ranks compute nothing.
+
     Raises:
         CaptureError: The model cannot be recorded; the message names the user's file and line.
-        PartitionError: The model cannot be cut into ``num_stages`` stages.
+        PartitionError: The model cannot be cut into ``num_stages`` stages, or not so that every rank has ``memory`` enough.
         ScheduleError: The schedule is unknown or does not fit D and N.
         FxChimeraError: The number of ranks is not ``num_stages``, or ranks disagree.
     """
@@ -86,9 +93,11 @@ def pipeline(
     try:
         specs = ChunkSpecs(args=args_chunk_spec, kwargs=kwargs_chunk_spec, target=target_chunk_spec)
         batch = divide(example_args, dict(example_kwargs or {}), None, n_microbatches, specs)
-        programs = _plan(model, batch, order, split_points, cost, world)
+        programs, plan = _plan(model, batch, order, split_points, cost, world, memory, optimizer_values)
         chosen_seed = world.spread(torch.initial_seed() if seed is None else seed, "pipeline()")
-        return Pipeline(model, programs, order, world, loss_fn=loss_fn, loss_weight=loss_weight, specs=specs, seed=chosen_seed)
+        return Pipeline(
+            model, programs, order, world, plan=plan, loss_fn=loss_fn, loss_weight=loss_weight, specs=specs, seed=chosen_seed
+        )
     except BaseException as error:
         world.failure.report(Cause(world.process, f"pipeline() could not be made: {type(error).__name__}: {error}"))
         world.close()
@@ -122,9 +131,9 @@ def reference(
     order = _order(schedule, num_stages, n_microbatches)
     specs = ChunkSpecs(args=args_chunk_spec, kwargs=kwargs_chunk_spec, target=target_chunk_spec)
     batch = divide(args, kwargs, target, n_microbatches, specs)
-    programs = _plan(model, batch, order, split_points, "analytic", None)
+    programs, _ = _plan(model, batch, order, split_points, "analytic", None)
     chosen_seed = torch.initial_seed() if seed is None else seed
-    found = programs.find(batch, seed=chosen_seed, step=step)
+    found = true_programs(programs, batch, seed=chosen_seed, step=step)
     return run_reference(
         model,
         batch,
@@ -149,26 +158,44 @@ def _order(schedule: Schedule, num_stages: int, n_microbatches: int) -> Order:
             f"the order {order.name!r} is for {found[0]} ranks and {found[1]} micro-batches, but the pipeline has "
             f"num_stages={num_stages}, n_microbatches={n_microbatches}"
         )
-    split = next((action for _, action in order if action.kind in (Kind.I, Kind.W)), None)
-    if split is not None:
-        raise ScheduleError(
-            f"the order {order.name!r} splits backwards into input and weight gradients ({split}), which the runtime does not do "
-            'yet; use one with whole backwards, for instance "chimera", "1f1b" or "interleaved-1f1b"'
-        )
     return order
 
 
-def _plan(model: nn.Module, batch: Batch, order: Order, split_points: Sequence[str], cost: str, world: World | None) -> Programs:
+def _plan(
+    model: nn.Module,
+    batch: Batch,
+    order: Order,
+    split_points: Sequence[str],
+    cost: str,
+    world: World | None,
+    memory: Cap | Sequence[Cap] | None = None,
+    optimizer_values: float = 2.0,
+) -> tuple[Programs, Plan]:
     """Record the first micro-batch and cut the recording; with measured costs every rank uses rank 0's."""
     example = batch.microbatches[0]
-    captured: Captured = capture(model, example.args, example.kwargs, num_stages=order.placement.num_stages, opened=split_points)
-    for note in captured.report.notes:
+    made = draft(
+        model,
+        example.args,
+        example.kwargs,
+        order,
+        split_points=split_points,
+        cost=cost,
+        memory=memory,
+        optimizer_values=optimizer_values,
+        agreed=None if world is None else lambda costs: world.spread(costs, "pipeline()"),
+    )
+    for note in made.captured.report.notes:
         warnings.warn(note, stacklevel=3)
-    if cost == "measured":
-        costs = measured(captured, example.args, example.kwargs)
-        costs = world.spread(costs, "pipeline()") if world is not None else costs
-    elif cost == "analytic":
-        costs = analytic(captured)
-    else:
-        raise FxChimeraError(f'cost must be "analytic" or "measured", got {cost!r}')
-    return Programs(captured, choose_cut(captured, costs, order, split_points), example)
+    for note in made.cut.notes:
+        warnings.warn(f"{note} {_idle(made.cut, order)}", CoarseCutWarning, stacklevel=3)
+    return Programs(made.captured, made.cut, example), made.plan
+
+
+def _idle(cut: StagePlan, order: Order) -> str:
+    """Say how many ranks have nothing to compute."""
+    place = order.placement
+    idle = sum(not any(cut.stages[stage].nodes for _, stage in place.replicas(rank)) for rank in range(place.num_ranks))
+    return (
+        f"Now {idle} of {place.num_ranks} ranks compute nothing. To refuse such a cut: "
+        'warnings.filterwarnings("error", category=fxchimera.CoarseCutWarning)'
+    )

@@ -1,4 +1,4 @@
-"""The command line: ``fxchimera demo``, ``simulate`` and ``compare``, also as ``python -m fxchimera demo`` and under torchrun."""
+"""The command line, ``fxchimera VERB`` or ``python -m fxchimera VERB``, under torchrun too: demo, plan, simulate and compare."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fxchimera import __version__
 from fxchimera.errors import FxChimeraError
+from fxchimera.plan_cli import add_plan
 from fxchimera.simulate_cli import add_verbs
 
 __all__ = ["main"]
@@ -29,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fxchimera", description="Pipeline-parallel training of any torch module.")
     parser.add_argument("--version", action="version", version=__version__)
     verbs = parser.add_subparsers(title="verbs", required=True)
+    add_plan(verbs)
     add_verbs(verbs)
     _add_demo(verbs.add_parser("demo", help="train a small GPT-2 on the Python language reference, on this machine's processors"))
     return parser

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from fxchimera_passes.errors import CaptureError, FxChimeraError, PartitionError
 
-__all__ = ["BatchError", "CaptureError", "FxChimeraError", "PartitionError", "PipelineError", "ScheduleError"]
+__all__ = ["BatchError", "CaptureError", "CoarseCutWarning", "FxChimeraError", "PartitionError", "PipelineError", "ScheduleError"]
+
+
+class CoarseCutWarning(UserWarning):
+    """The model was cut into fewer pieces than stages, so that some ranks compute nothing; the message says why and what to do.
+
+    ``warnings.filterwarnings("error", category=fxchimera.CoarseCutWarning)`` makes an error of it.
+    """
 
 
 class ScheduleError(FxChimeraError, ValueError):

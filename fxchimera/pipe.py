@@ -14,18 +14,18 @@ from torch import nn
 from fxchimera.errors import FxChimeraError
 from fxchimera.planner.table import Plan, costs_of
 from fxchimera.runtime.agreement import Call, agree
+from fxchimera.runtime.attempts import Attempts
 from fxchimera.runtime.engine import Engine, Orders
 from fxchimera.runtime.failure import Cause
-from fxchimera.runtime.job import Job
 from fxchimera.runtime.loss import LossFn, LossWeight
 from fxchimera.runtime.microbatch import ChunkSpecs, merge
 from fxchimera.runtime.norms import clip_gradients
 from fxchimera.runtime.preparation import Preparation
 from fxchimera.runtime.program import Program, Programs
-from fxchimera.runtime.reference import run_reference
 from fxchimera.runtime.results import gather_loss, gather_outputs, gather_timeline
 from fxchimera.runtime.state import gather_state, load_state, owned_state, owner_process
-from fxchimera.runtime.verify import Verification, compare, plain_copy
+from fxchimera.runtime.verify import Verification, compare_with_plain
+from fxchimera.runtime.warmup import in_mode
 from fxchimera.runtime.world import World
 from fxchimera.schedule.order import Order
 from fxchimera.schedule.simulate import simulate
@@ -48,13 +48,14 @@ class Pipeline:
         order: Order,
         world: World,
         *,
+        plan: Plan,
         loss_fn: LossFn | None,
         loss_weight: LossWeight,
         specs: ChunkSpecs,
         seed: int,
     ) -> None:
         first: Program = programs.first
-        self.plan = Plan(first.plan, order.placement, order.name, first.captured.report)
+        self.plan = plan
         self._model, self._world = model, world
         self._names = first.captured.parameters
         self._costs = costs_of(first.plan.stages)
@@ -66,6 +67,7 @@ class Pipeline:
         self._preparation = Preparation(
             model, programs, self._engine, world, loss_fn=loss_fn, loss_weight=loss_weight, specs=specs, seed=seed
         )
+        self._attempts = Attempts(model, programs, self._preparation, self._engine, world)
         self._in_use = threading.Lock()
         self._step = 0
         self._pending: tuple[int, ...] = ()
@@ -78,7 +80,8 @@ class Pipeline:
         """Run forward and backward of one batch and bring the gradients to their owners.
 
         Afterwards every owned parameter's ``.grad`` has grown by the batch's gradient times ``loss_scale``.  Returns the batch's
-        loss (detached, unscaled), the same on every rank.
+        loss (detached, unscaled), the same on every rank.  Where the model branches on values that depend on parameters, the step
+        may have to be run again: forward hooks and ``loss_fn`` are then called again, too.
 
         Raises:
             BatchError: The batch cannot be divided, or differs between ranks; nothing has been sent.
@@ -91,7 +94,8 @@ class Pipeline:
         with self._alone():
             steps = (*self._pending, self._step)
             job = self._preparation.job(call, args, kwargs, target, order=order, steps=steps, loss_scale=float(loss_scale))
-            loss = self._train(job)
+            finished, loss = self._attempts.train(call, job)
+            self._timeline = finished.timeline
             self._pending = () if self._synchronise else steps
             self._step += 1
         return loss
@@ -100,23 +104,37 @@ class Pipeline:
         """Run forward only, without gradients, in the model's current mode; returns the merged output on every rank."""
         with self._alone(), torch.no_grad():
             job = self._preparation.job(Call.FORWARD, args, kwargs, None, order=self._orders.forward, steps=(self._step,))
-            results, _ = self._engine.run(job)
+            finished = self._attempts.run(Call.FORWARD, job)
             self._engine.share_statistics()
-            outputs = gather_outputs(self._world, results)
+            outputs = gather_outputs(self._world, finished.results)
         return merge(outputs, [microbatch.rows for microbatch in job.batch.microbatches])
 
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
         """Return the loss of one batch in evaluation mode, without gradients; every module's mode is as before afterwards."""
-        with self._alone(), torch.no_grad():
-            modes = [(module, module.training) for module in self._model.modules()]
-            self._model.eval()
-            try:
-                job = self._preparation.job(Call.EVALUATE, args, kwargs, target, order=self._orders.forward, steps=(self._step,))
-                results, _ = self._engine.run(job)
-                return gather_loss(self._world, results, job.weights)
-            finally:
-                for module, training in modes:
-                    module.training = training
+        with self._alone(), torch.no_grad(), in_mode(self._model, training=False):
+            job = self._preparation.job(Call.EVALUATE, args, kwargs, target, order=self._orders.forward, steps=(self._step,))
+            finished = self._attempts.run(Call.EVALUATE, job)
+            return gather_loss(self._world, finished.results, finished.job.weights)
+
+    def warmup(
+        self, *signatures: Any, training: bool = True, evaluation: bool = True, steps: int = 1, lend_parameters: bool = False
+    ) -> int:
+        """Record the model in advance for calls to come; returns how many recordings were made.  Modes are as before afterwards.
+
+        Args:
+            signatures: What calls will get, a last smaller batch too: each a tuple of args, a dict of kwargs, a pair of both, or
+                one tensor.  Meta tensors will do where the model does not read their values into Python.
+            training: Record for :meth:`step`.
+            evaluation: Record for :meth:`evaluate`, and for calls in evaluation mode.
+            steps: For how many steps, where random draws decide the path through the model.
+            lend_parameters: Under torchrun, give every rank the values of all parameters meanwhile (host memory for the whole
+                model); only for a model that cannot be recorded without them, which the error of a step then says.
+        """
+        modes, numbers = [True] * training + [False] * evaluation, range(self._step, self._step + steps)
+        with self._alone():
+            return self._preparation.warmup(
+                signatures, order=self._orders.step, modes=modes, steps=numbers, lend_parameters=lend_parameters
+            )
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set training mode, as on ``nn.Module``."""
@@ -210,14 +228,15 @@ class Pipeline:
         try:
             for parameter in self.parameters():
                 parameter.grad = None
-            loss = self._train(job, hooks=False)
+            finished, loss = self._attempts.train(Call.STEP, job, hooks=False)
+            self._timeline = finished.timeline
             own = {name: parameter.grad for name, parameter in self.named_parameters()}
         finally:
             for name, parameter in self.named_parameters():
                 parameter.grad = grads[name]
             for buffer, value in buffers:
                 buffer.data.copy_(value)
-        return self._compare(job, state, loss, own)
+        return compare_with_plain(self._world, self._model, self._names, finished.job, state, loss, own)
 
     # ------------------------------------------------------------------ end
 
@@ -247,42 +266,7 @@ class Pipeline:
         finally:
             self._in_use.release()
 
-    def _train(self, job: Job, *, hooks: bool = True) -> torch.Tensor:
-        """Run a step; gradients change only when every rank has come to its end."""
-        try:
-            results, self._timeline = self._engine.run(job)
-            loss = gather_loss(self._world, results, job.weights)
-        except BaseException:
-            self._engine.abandon()
-            raise
-        try:
-            self._engine.commit(job, hooks=hooks)
-        except Exception as error:  # a hook of the user's, when other ranks are past it
-            text = f"after the step, in a hook on a parameter: {type(error).__name__}: {error}"
-            raise self._world.failure.report(Cause(self._world.process, text)).error() from error
-        return loss
-
     def _timelines(self) -> tuple[Timeline, ...]:
         predicted = simulate(self._orders.step, self._costs)
         measured_ones = gather_timeline(self._world, self._timeline)
         return (predicted,) if measured_ones is None else (predicted, measured_ones)
-
-    def _compare(self, job: Job, state: dict[str, Any], loss: torch.Tensor, own: dict[str, torch.Tensor | None]) -> Verification:
-        gathered = self._world.collect(own, "verify()")
-        result: Verification | None = None
-        if self._world.process == 0:
-            plain = plain_copy(self._model, self._names, state)
-            expected = run_reference(
-                plain,
-                job.batch,
-                job.programs,
-                job.order.placement,
-                weights=job.weights,
-                loss_fn=job.loss_fn,
-                seed=job.seed,
-                step=job.step,
-            )
-            found = {name: gradient for part in gathered for name, gradient in part.items()}
-            result = compare(job.programs[0].plan, found, expected.gradients, loss, expected.loss)
-        answer: Verification = self._world.spread(result, "verify()")
-        return answer

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fxchimera.cli import main
 from fxchimera.schedule import Costs, lower, make_order, simulate
 from fxchimera.view.text import gantt
 
@@ -36,6 +37,17 @@ def test_the_table_of_steps_holds_closed_forms():
         straight = (microbatches + stages - 1) * 3
         chimera = microbatches * 3 + (stages // 2 - 1) * (3 + (2 * microbatches // stages - 1))
         assert makespans == [straight, straight, chimera]
+
+
+def test_the_plan_is_what_the_command_prints(tmp_path, monkeypatch, capsys):
+    blocks = re.findall(
+        r"^```python\n(# gpt2.py\n.*?)^```\n\n```sh\nfxchimera (.*?)\n```\n\n```text\n(.*?)^```", README, re.M | re.S
+    )
+    ((builder, command, expected),) = blocks
+    (tmp_path / "gpt2.py").write_text(builder)
+    monkeypatch.chdir(tmp_path)
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out.startswith(expected)
 
 
 def test_links_within_the_repository_lead_somewhere():

@@ -23,7 +23,7 @@ from fxchimera_passes._torch import FakeTensor
 from fxchimera_passes.capture.state import without_cache
 from fxchimera_passes.structure import flatten
 from tests.parity import TOLERANCE
-from tests.zoo_models import Sample, Seen, draws, gradients, pieces, plain_loop, samples_of
+from tests.zoo_models import Sample, Seen, buffers_kept, draws, gradients, pieces, plain_loop, samples_of
 
 __all__ = ["Check", "Outcome", "run_cell"]
 
@@ -126,10 +126,14 @@ class Cell:
     def _step(self, what: str, pipe: fxchimera.Pipeline, sample: Sample, number: int, options: dict[str, Any]) -> None:
         self.taps.take()
         loss = pipe.step(*sample.args, target=sample.target, **sample.kwargs)
-        found = Seen(loss, self.taps.take(), gradients(self.model))
+        found = Seen(loss, self._outputs_seen(), gradients(self.model))
         expected = self._expected(sample, number, options)
         self._compare(what, found, expected)
         self._check(f"{what}: buffers", dict(self.model.named_buffers()), dict(self.plain.named_buffers()))
+
+    def _outputs_seen(self) -> list[list[Tensor]]:
+        """The micro-batches' outputs in the last run: one that assumed a wrong answer was undone, and run again."""
+        return self.taps.take()[-self.n :]
 
     def _expected(self, sample: Sample, number: int, options: dict[str, Any]) -> Seen:
         self.plain.zero_grad()
@@ -161,7 +165,8 @@ class Cell:
         try:
             with torch.no_grad():
                 drawn = draws(self.plain, pieces(sample, self.n)[0])
-                expected = plain_loop(self.plain, sample, self.n, backward=False)
+                with buffers_kept(self.plain):  # a forward may write them in evaluation too
+                    expected = plain_loop(self.plain, sample, self.n, backward=False)
                 with without_cache(self.plain, always=True):
                     cacheless = plain_loop(self.plain, sample, self.n, backward=False)
         except Exception as error:
@@ -171,7 +176,7 @@ class Cell:
             self.plain.train()
         self.taps.take()
         loss = pipe.evaluate(*sample.args, target=sample.target, **sample.kwargs)
-        found = Seen(loss, self.taps.take())
+        found = Seen(loss, self._outputs_seen())
         if not self.model.training:
             self.outcome.checks.append(Check("evaluation: mode", "different", detail="the model is left in eval mode"))
         if drawn:

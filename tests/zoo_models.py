@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from fxchimera_passes.structure import flatten
 
-__all__ = ["Sample", "Seen", "draws", "gradients", "pieces", "plain_loop", "samples_of"]
+__all__ = ["Sample", "Seen", "buffers_kept", "draws", "gradients", "pieces", "plain_loop", "samples_of"]
 
 
 class Sample(NamedTuple):
@@ -113,11 +114,21 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 def draws(model: nn.Module, sample: Sample) -> bool:
     """Tell whether a forward of the plain model moves a random generator (the model's buffers are put back)."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), buffers_kept(model):
         before = torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
         model(*sample.args, **sample.kwargs)
-        moved = before != (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()))
-    for buffer, value in buffers:
-        buffer.data.copy_(value)
-    return moved
+        return before != (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()))
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Put every buffer back on the way out: the tensor that was there, and its value."""
+    tables = [(module, dict(module._buffers)) for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for module, buffers in tables:
+            module._buffers.update(buffers)
+        for buffer, value in values:
+            buffer.data.copy_(value)

@@ -1,28 +1,100 @@
-"""Choose the cut of a captured model for a given order: by the simulated makespan, not by the balance alone."""
+"""Choose the cut of a captured model for a given order: by the simulated makespan, within the memory of the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from fxchimera.planner.caps import readable_bytes
+from fxchimera.planner.memory import Holdings, RankMemory, Sizes, holdings, rank_memory
+from fxchimera.planner.pace import makespan_of
 from fxchimera.planner.table import costs_of
 from fxchimera.schedule.order import Order
-from fxchimera.schedule.simulate import simulate
 from fxchimera_passes.captured import Captured
 from fxchimera_passes.cost import NodeCosts
-from fxchimera_passes.plan import Stage, StagePlan
+from fxchimera_passes.fitting import Room, Share
+from fxchimera_passes.plan import Load, Stage, StagePlan
 from fxchimera_passes.stages import make_plan
 
-__all__ = ["choose_cut"]
+__all__ = ["Memory", "choose_cut", "sizes_of"]
 
 
-def choose_cut(captured: Captured, costs: NodeCosts, order: Order, split_points: Sequence[str]) -> StagePlan:
-    """Cut ``captured`` into the order's stages so that the order ends soonest.
+def choose_cut(
+    captured: Captured, costs: NodeCosts, order: Order, split_points: Sequence[str], memory: Memory | None = None
+) -> StagePlan:
+    """Cut ``captured`` into the order's stages so that the order ends soonest, and no rank needs more than ``memory`` allows.
 
     Raises:
-        PartitionError: The graph has too few places to cut, or a stage would own no parameter.
+        PartitionError: The graph has too few places to cut, or no cut was found that fits.
     """
+    makespan = makespan_of(order)
 
-    def makespan(stages: Sequence[Stage]) -> float:
-        return simulate(order, costs_of(stages)).makespan
+    def score(loads: Sequence[Load]) -> float:
+        return makespan(costs_of(loads))
 
-    return make_plan(captured, costs, order.placement.num_stages, split_points=split_points, score=makespan)
+    room = memory.room() if memory is not None and memory.caps else None
+    return make_plan(captured, costs, order.placement.num_stages, split_points=split_points, score=score, room=room)
+
+
+def sizes_of(captured: Captured, *, optimizer_values: float = 2.0) -> Sizes:
+    """Return the bytes of the model's parameters, of the gradients of those that are trained, and of its buffers."""
+    model = captured.model
+    parameters = {name: model.get_parameter(name) for name in captured.parameters}
+    return Sizes(
+        parameters={name: parameter.nbytes for name, parameter in parameters.items()},
+        gradients={name: parameter.nbytes for name, parameter in parameters.items() if parameter.requires_grad},
+        buffers={name: buffer.nbytes for name, buffer in model.named_buffers()},
+        optimizer_values=optimizer_values,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What the ranks of an order need and may have: ``caps`` in bytes by rank, empty for no cap."""
+
+    order: Order
+    sizes: Sizes
+    caps: tuple[int, ...]
+    held: tuple[Holdings, ...]
+
+    @classmethod
+    def of(cls, order: Order, sizes: Sizes, caps: tuple[int, ...] = ()) -> Memory:
+        """Read off the order what each rank holds in flight."""
+        return cls(order, sizes, caps, holdings(order))
+
+    def needed(self, stages: Sequence[Stage]) -> tuple[RankMemory, ...]:
+        """The bytes of every rank for the stages of a cut."""
+        owner = {name: stage.index for stage in stages for name in stage.owned}
+        return rank_memory(stages, self.order.placement, self.held, owner, self.sizes)
+
+    def room(self) -> Room:
+        """The same for the passes, which know of stages and not of ranks."""
+        state = self.sizes.optimizer_values
+        ranks = []
+        for cap, held in zip(self.caps, self.held, strict=True):
+            counts = zip(held.replicas, held.most(), strict=True)
+            shares = (Share(stage, 1.0, 1.0 + (0.0 if pipe else state), float(count)) for (pipe, stage), count in counts)
+            ranks.append((float(cap), tuple(shares)))
+        return Room(
+            ranks=tuple(ranks),
+            excess=lambda stages: max(need.total / cap for need, cap in zip(self.needed(stages), self.caps, strict=True)),
+            refusal=self._refusal,
+        )
+
+    def _refusal(self, stages: Sequence[Stage]) -> str:
+        needed = self.needed(stages)
+        rank = max(range(len(needed)), key=lambda rank: needed[rank].total / self.caps[rank])
+        need, cap = needed[rank], self.caps[rank]
+        own = need.parameters + need.gradients + need.optimizer
+        mirrors = f", copies of other ranks' stages {readable_bytes(need.mirrors)}" if need.mirrors else ""
+        advice = ["more stages"]
+        if need.activations + need.messages > 0.05 * need.total:
+            advice += ["smaller micro-batches (a larger n_microbatches for the same batch)", "torch.utils.checkpoint in the blocks"]
+        if need.mirrors:
+            advice.append('a schedule with one copy of the weights ("1f1b")')
+        return (
+            f"no cut into {len(stages)} stages was found that fits: rank {rank} needs {readable_bytes(need.total)} "
+            f"({need.total} bytes) and may have {readable_bytes(cap)} ({cap} bytes): parameters, gradients and optimizer "
+            f"state {readable_bytes(own)}{mirrors}, activations {readable_bytes(need.activations)}, messages "
+            f"{readable_bytes(need.messages)}. Use {', or '.join(advice)}"
+        )

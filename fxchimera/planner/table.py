@@ -1,4 +1,4 @@
-"""The plan as a user reads it: which stage is on which rank, what it costs, and what crosses each cut."""
+"""The plan as a user reads it: which stage is on which rank, what it costs, what crosses each cut, and the memory of every rank."""
 
 from __future__ import annotations
 
@@ -6,28 +6,67 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fxchimera.planner.caps import readable_bytes
+from fxchimera.planner.memory import RankMemory
+from fxchimera.planner.spans import spans_of
+from fxchimera.schedule.order import Order
 from fxchimera.schedule.placement import Placement
 from fxchimera.schedule.profile import Costs
-from fxchimera_passes.captured import CaptureReport
-from fxchimera_passes.plan import BoundaryValue, Stage, StagePlan
+from fxchimera_passes.captured import Captured
+from fxchimera_passes.plan import BoundaryValue, Load, Stage, StagePlan
+from fxchimera_passes.report import Explanation, explain
 
-__all__ = ["Plan", "costs_of", "readable_bytes"]
+__all__ = ["Plan", "costs_of"]
 
-_HEADER = ("stage", "ranks", "cost", "F ms", "B ms", "parameters", "sends", "what crosses to the next stage")
+_Table = list[tuple[str, ...]]
+
+_STAGES = (
+    "stage",
+    "ranks",
+    "modules",
+    "cost",
+    "F ms",
+    "B ms",
+    "parameters",
+    "activations",
+    "sends",
+    "what crosses to the next stage",
+)
+_RANKS = ("rank", "holds at most", "parameters", "gradients", "optimizer", "mirrors", "activations", "messages", "memory")
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class Plan:
     """The cut of a model into stages and where they run; prints as a table and renders in a notebook.
 
-    ``stages`` has the figures: ``forward_seconds``, ``backward_seconds``, ``parameter_bytes``, ``sent``, ``owned`` and more.
-    ``report`` tells which modules the capture opened and closed, and why.
+    ``stages`` has the figures of a stage for one micro-batch: ``forward_seconds``, ``backward_seconds``, ``parameter_bytes``,
+    ``activation_bytes``, ``sent``, ``owned`` and more.  ``memory`` has the bytes of every rank for a step, ``caps`` what they may
+    be (empty: no cap).  ``spans`` tells what part of the model a stage is.  ``report`` explains the recording: modules
+    opened and closed and why, what it holds for, constants, what stays together, what is computed again; it prints as a text.
     """
 
     cut: StagePlan
     placement: Placement
     schedule: str
-    report: CaptureReport
+    report: Explanation
+    memory: tuple[RankMemory, ...]
+    caps: tuple[int, ...]
+    spans: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, captured: Captured, cut: StagePlan, order: Order, memory: tuple[RankMemory, ...], caps: tuple[int, ...] = ()
+    ) -> Plan:
+        """The plan of a cut for the order that will run it."""
+        return cls(
+            cut=cut,
+            placement=order.placement,
+            schedule=order.name,
+            report=explain(captured, cut),
+            memory=memory,
+            caps=caps,
+            spans=spans_of(captured, cut),
+        )
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -40,17 +79,13 @@ class Plan:
         return self.cut.gap
 
     def __str__(self) -> str:
-        rows = [_HEADER, *self._rows()]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([self._title(), lines[0], "-" * len(lines[0]), *lines[1:]])
+        return "\n".join([self._title(), *_text(self._stage_rows()), "", self._memory_title(), *_text(self._rank_rows())])
 
     __repr__ = __str__  # a shell shows the table, not the records behind it
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in _HEADER)
-        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self._rows())
-        return f"<p>{html.escape(self._title())}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        tables = ((self._title(), self._stage_rows()), (self._memory_title(), self._rank_rows()))
+        return "".join(f"<p>{html.escape(title)}</p>{_html(rows)}" for title, rows in tables)
 
     def _title(self) -> str:
         place = self.placement
@@ -60,26 +95,55 @@ class Plan:
             f"heaviest stage within {100 * self.gap:.1f} % of the proven bound"
         )
 
-    def _rows(self) -> list[tuple[str, ...]]:
+    def _memory_title(self) -> str:
+        most = readable_bytes(max(need.total for need in self.memory))
+        allowed = sorted(set(self.caps))
+        caps = " to ".join(readable_bytes(size) for size in (allowed[:1] + allowed[1:][-1:]))
+        return f"memory: a rank needs up to {most}" + (f", and may have {caps}" if caps else "")
+
+    def _stage_rows(self) -> _Table:
         total = sum(stage.cost_seconds for stage in self.stages) or 1.0
-        return [
+        rows = [
             (
                 str(stage.index),
-                ", ".join(
-                    f"{ranks[stage.index]} ({self.placement.pipe_name(pipe)})" for pipe, ranks in enumerate(self.placement.pipes)
-                ),
+                ", ".join(f"{ranks[stage.index]} ({self.placement.pipe_name(p)})" for p, ranks in enumerate(self.placement.pipes)),
+                span,
                 f"{100 * stage.cost_seconds / total:.1f} %",
-                f"{1e3 * stage.forward_seconds:.3f}",
-                f"{1e3 * stage.backward_seconds:.3f}",
+                f"{1e3 * stage.forward_seconds:.4g}",
+                f"{1e3 * stage.backward_seconds:.4g}",
                 readable_bytes(stage.parameter_bytes),
+                readable_bytes(stage.activation_bytes),
                 readable_bytes(_bytes(stage.sent)),
                 ", ".join(_crossing(value) for value in stage.sent) or "-",
             )
-            for stage in self.stages
+            for stage, span in zip(self.stages, self.spans, strict=True)
         ]
+        return [_STAGES, *rows]
+
+    def _rank_rows(self) -> _Table:
+        rows = [
+            (
+                str(need.rank),
+                ", ".join(f"{count} of stage {stage} ({self.placement.pipe_name(p)})" for p, stage, count in need.in_flight),
+                *(
+                    readable_bytes(size)
+                    for size in (
+                        need.parameters,
+                        need.gradients,
+                        need.optimizer,
+                        need.mirrors,
+                        need.activations,
+                        need.messages,
+                        need.total,
+                    )
+                ),
+            )
+            for need in self.memory
+        ]
+        return [_RANKS, *rows]
 
 
-def costs_of(stages: Sequence[Stage], *, latency: float = 0.0) -> Costs:
+def costs_of(stages: Sequence[Stage] | Sequence[Load], *, latency: float = 0.0) -> Costs:
     """Return the schedule's view of the stages: seconds by stage, the backward in two halves, and the bytes of each boundary."""
     half = tuple(stage.backward_seconds / 2 for stage in stages)
     return Costs(
@@ -87,18 +151,22 @@ def costs_of(stages: Sequence[Stage], *, latency: float = 0.0) -> Costs:
         input_grad=half,
         weight_grad=half,
         latency=latency,
-        boundary_bytes=tuple(_bytes(stage.sent) for stage in stages[:-1]),
+        boundary_bytes=tuple(stage.sent_bytes for stage in stages[:-1]),
     )
 
 
-def readable_bytes(count: int) -> str:
-    """Return a size for people: ``1.5 MiB``."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
+def _text(rows: _Table) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [lines[0], "-" * len(lines[0]), *lines[1:]]
+
+
+def _html(rows: _Table) -> str:
+    lines = []
+    for number, row in enumerate(rows):
+        tag = "td" if number else "th"
+        lines.append("<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>")
+    return f"<table>{''.join(lines)}</table>"
 
 
 def _bytes(values: Sequence[BoundaryValue]) -> int:

@@ -25,20 +25,22 @@ class Call(IntEnum):
     FORWARD = 1
     EVALUATE = 2
     UNSYNCHRONISED_STEP = 3
+    WARMUP = 4
 
     @property
     def words(self) -> str:
         """The name for people."""
-        return {Call.STEP: "step", Call.FORWARD: "forward", Call.EVALUATE: "evaluate"}.get(self, "step under no_sync")
+        return ("step", "forward", "evaluate", "step under no_sync", "warmup")[self]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Generic[_T]):
-    """A prepared batch: a word for what must agree exactly, one for its values, and a description for the error."""
+    """A prepared batch: words for what must agree exactly, its values and the recordings, and a description for the error."""
 
     value: _T
     signature: int
     content: int
+    cut: int
     description: str
 
 
@@ -71,8 +73,8 @@ def agree_on_batch(world: World, call: Call, prepare: Callable[[], Prepared[_T]]
         prepared = prepare()
     except Exception as failure:
         error = failure
-    signature, content = (prepared.signature, prepared.content) if prepared is not None else (0, 0)
-    own = torch.tensor([trainable, call, int(error is None), signature, content], device="cpu")
+    words_of_batch = (prepared.signature, prepared.content, prepared.cut) if prepared is not None else (0, 0, 0)
+    own = torch.tensor([trainable, call, int(error is None), *words_of_batch], device="cpu")
     words = [other.tolist() for other in world.gather(own, "the start of a step or a forward-only call")]
     if any(other[0] != words[0][0] for other in words):
         return agree_on_batch(world, call, prepare, settle(), lambda: 0)
@@ -87,16 +89,21 @@ def agree_on_batch(world: World, call: Call, prepare: Callable[[], Prepared[_T]]
 
 
 def _disagreement(words: list[list[int]], descriptions: list[str]) -> str:
-    refused = [rank for rank, (_, ok, _, _) in enumerate(words) if not ok]
+    refused = [rank for rank, (_, ok, *_) in enumerate(words) if not ok]
     if refused:
         return f"rank {refused[0]} refused its batch: {descriptions[refused[0]]}"
-    if len({call for call, _, _, _ in words}) > 1:
-        calls = ", ".join(f"rank {rank} {Call(call).words}" for rank, (call, _, _, _) in enumerate(words))
+    if len({call for call, *_ in words}) > 1:
+        calls = ", ".join(f"rank {rank} {Call(call).words}" for rank, (call, *_) in enumerate(words))
         return f"the ranks make different calls: {calls}; every rank must make the same calls in the same order"
-    if len({signature for _, _, signature, _ in words}) > 1:
+    if len({signature for _, _, signature, _, _ in words}) > 1:
         listing = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(descriptions))
         return f"the ranks of a pipeline must pass the same batch, but passed {listing}"
-    odd = [rank for rank, (_, _, _, content) in enumerate(words) if content != words[0][3]]
+    odd = [rank for rank, (_, _, _, content, _) in enumerate(words) if content != words[0][3]]
+    if not odd:
+        return (
+            f"the ranks recorded the model differently for the same batch ({descriptions[0]}): a module computes shapes from the "
+            "values of parameters, which a rank has of its own stages only. Call pipe.warmup(<arguments>, lend_parameters=True)"
+        )
     return (
         f"the ranks of a pipeline must pass the same batch, but the values on ranks {odd} differ from those on rank 0 (shapes and "
         f"dtypes agree: {descriptions[0]}); seed and shard every rank's data loader alike"

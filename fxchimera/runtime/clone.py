@@ -17,6 +17,7 @@ from torch import nn
 
 from fxchimera.errors import FxChimeraError
 from fxchimera.runtime.settings import HOOK_TABLES, Snapshot, attributes, frozen, hooks
+from fxchimera_passes.whole import module_at
 
 __all__ = ["Follower", "clone_modules", "set_by_name"]
 
@@ -35,7 +36,7 @@ def clone_modules(root: nn.Module, model: nn.Module, names: Iterable[str], memo:
     for tensor in [*model.parameters(), *model.buffers()]:
         memo.setdefault(id(tensor), tensor)
     for name in sorted(names):
-        original = model.get_submodule(name)
+        original = module_at(model, name)
         inside = {id(child) for child in original.modules()}
         for child in original.modules():
             _share_hooks(child, inside, memo)

@@ -147,6 +147,16 @@ class Engine:
         for executor in self.executors:
             executor.exchange.apply_statistics(dict(everything))
 
+    def remember(self) -> None:
+        """Before a job that may have to be run again; see :meth:`retract`."""
+        for executor in self.executors:
+            executor.exchange.remember()
+
+    def retract(self) -> None:
+        """Undo what a job, which every rank has come to the end of, has left in the exchange since :meth:`remember`."""
+        for executor in self.executors:
+            executor.exchange.retract()
+
     def abandon(self) -> None:
         """Give the owned parameters back the gradients that they had before a job that failed."""
         for executor in self.executors:
@@ -167,7 +177,8 @@ class Engine:
         Raises:
             FxChimeraError: See :func:`refuse_unsafe`.
         """
-        refuse_unsafe(program, copies=len(self.placement.pipes), num_processes=self.world.num_processes)
+        used = sum(bool(self.placement.microbatches(pipe)) for pipe in range(len(self.placement.pipes)))
+        refuse_unsafe(program, copies=used, n_microbatches=self.placement.n_microbatches, num_processes=self.world.num_processes)
 
 
 def _close(crew: Crew, transports: list[Transport], world: World) -> None:

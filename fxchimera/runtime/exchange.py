@@ -66,6 +66,7 @@ class Exchange:
         self._hooks: list[HeldHooks] = []
         self._pending: dict[tuple[int, int], dict[str, GradientSum]] = {}
         self._deltas: Statistics = {}
+        self._before: tuple[dict[str, GradientSum], dict[tuple[int, int], dict[str, GradientSum]], Statistics] = ({}, {}, {})
         self.owned: dict[str, nn.Parameter] = {}
         for (pipe, stage), replica in sorted(replicas.items()):
             if pipe == 0:
@@ -139,6 +140,17 @@ class Exchange:
         for replica in self._replicas.values():
             replica.forget()
             take_gradients({name: replica.parameters[name] for name in replica.mirrored})
+
+    def remember(self) -> None:
+        """Before a job that may have to be run again: note what steps without the exchange have left here."""
+        pending = {use: {name: sums.copy() for name, sums in names.items()} for use, names in self._pending.items()}
+        deltas = {use: dict(moments) for use, moments in self._deltas.items()}
+        self._before = ({name: sums.copy() for name, sums in self._sums.items()}, pending, deltas)
+
+    def retract(self) -> None:
+        """Undo a job since :meth:`remember`, which every rank has come to the end of."""
+        self.abandon()
+        self._sums, self._pending, self._deltas = self._before
 
     def _give_hooks_back(self) -> None:
         for held in self._hooks:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from fxchimera.errors import FxChimeraError, PipelineError
+from fxchimera.errors import PipelineError
 from fxchimera.runtime.exchange import Exchange
 from fxchimera.runtime.failure import Cause, Failure
 from fxchimera.runtime.job import Job, Result
@@ -22,6 +22,7 @@ from fxchimera.runtime.message import Key, Payload
 from fxchimera.runtime.program import Program
 from fxchimera.runtime.replica import Replica
 from fxchimera.runtime.transport import Expected, Transport
+from fxchimera.runtime.wrongpath import WrongPaths
 from fxchimera.schedule.action import Action, Kind
 from fxchimera.schedule.channel import channel, peer
 from fxchimera.schedule.placement import Placement
@@ -98,13 +99,18 @@ class _Run:
         self._outbox: dict[Key, Payload] = {}
         self._losses: dict[int, torch.Tensor] = {}
         self._refreshes: dict[int, list[Action]] = {}
-        self._last_backward = {(placement.pipe_of[_mb(a)], a.stage): a for a in self._actions if a.kind is Kind.B}
+        ends = [a for a in self._actions if a.kind in (Kind.B, Kind.W)]
+        self._last_backward = {(placement.pipe_of[_mb(a)], a.stage): a for a in ends}
+        self._split = {(a.stage, a.microbatch) for a in ends if a.kind is Kind.W}
         self._deferred_norms = len(placement.pipes) > 1
+        self._wrong = WrongPaths(rank, job, self.result)
 
     def begin(self) -> None:
         """Post all receives and set earlier gradients aside."""
         if self._job.train:
             self._exchange.begin()
+            for (pipe, _), replica in self._replicas.items():
+                replica.begin(self._placement.microbatches(pipe))
         self._exchange.alias_local()
         expected = []
         for action in self._actions:
@@ -117,15 +123,11 @@ class _Run:
     def act(self, action: Action) -> None:
         """Do one action."""
         self.position = self._describe(action)
-        if action.kind is Kind.F:
-            self._forward(action)
-        elif action.kind is Kind.B:
-            self._backward(action)
+        if action.kind in (Kind.F, Kind.B, Kind.I, Kind.W):
+            self._compute(action)
         elif action.kind.is_send:
             with self._timed(action):
                 self._send(action)
-        elif action.kind in (Kind.I, Kind.W):
-            raise FxChimeraError(f"{action}: split backwards (I, W) are not run yet; use a schedule with full backwards (B)")
 
     def finish(self) -> None:
         """Take what is still to come."""
@@ -144,21 +146,30 @@ class _Run:
 
     # ------------------------------------------------------------------ computes
 
+    def _compute(self, action: Action) -> None:
+        computes = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._backward, Kind.W: self._weight_part}
+        if not self._wrong.attempt(action, computes[action.kind], self._take, self.position):
+            self._outbox.update(self._wrong.blanks(action))
+            if action.kind is not Kind.F:
+                self._close_after(action, self._replica(action))
+
     def _forward(self, action: Action) -> None:
         microbatch, stage = _mb(action), action.stage
         self._refresh(stage)
         job = self._job
-        program = job.programs[microbatch]
+        program, inputs = job.programs[microbatch], job.batch.microbatches[microbatch].inputs
+        split = (stage, microbatch) in self._split
         received: Payload = []
         if stage > 0:
             received = self._take(Action(stage, Kind.RECV_F, microbatch))
             if self._transport.shares_memory or self._stays(Action(stage, Kind.RECV_F, microbatch)):
                 # the stage may write into what it received, and the stage before needs it for its backward
-                received = [None if t is None else t.clone(memory_format=torch.preserve_format) for t in received]
+                received = [None if t is None else t.detach().clone(memory_format=torch.preserve_format) for t in received]
         with self._timed(action), microbatch_randomness(job.seed, job.step, microbatch):
-            outputs = self._replica(action).forward(
-                microbatch, program, received, job.batch.microbatches[microbatch].inputs, deferred_norms=self._deferred_norms
-            )
+            with self._wrong.noticing(microbatch):
+                outputs = self._replica(action).forward(
+                    microbatch, program, received, inputs, deferred_norms=self._deferred_norms, split=split
+                )
             if stage == self._placement.num_stages - 1:
                 self._end_of_model(microbatch, program, outputs)
             else:
@@ -190,7 +201,16 @@ class _Run:
             gradients = replica.backward(microbatch, received, loss, seed)
         if stage > 0:
             self._outbox[Key.of(Action(stage, Kind.SEND_B, microbatch))] = gradients
-        if self._last_backward[replica.pipe, stage] == action:
+        self._close_after(action, replica)
+
+    def _weight_part(self, action: Action) -> None:
+        replica = self._replica(action)
+        with self._timed(action), microbatch_randomness(self._job.seed, self._job.step, _mb(action)):
+            replica.weight_part(_mb(action))
+        self._close_after(action, replica)
+
+    def _close_after(self, action: Action, replica: Replica) -> None:
+        if self._last_backward[replica.pipe, replica.stage] == action:
             self._exchange.close_replica(replica, self._job.step)
 
     # ------------------------------------------------------------------ messages

@@ -32,6 +32,10 @@ class GradientSum:
         if gradient is not None:
             self.parts[use] = self.parts[use] + gradient if use in self.parts else gradient
 
+    def copy(self) -> GradientSum:
+        """Return a sum that goes its own way from here."""
+        return GradientSum(dict(self.parts))
+
     def total(self) -> torch.Tensor | None:
         """Sum the contributions in the fixed order; None when no replica had a gradient."""
         total: torch.Tensor | None = None

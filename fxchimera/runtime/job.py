@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 
+from fxchimera.runtime.failure import Cause
 from fxchimera.runtime.loss import LossFn
 from fxchimera.runtime.microbatch import Batch
 from fxchimera.runtime.program import Program
 from fxchimera.runtime.settings import Snapshot
 from fxchimera.schedule.order import Order
 from fxchimera.schedule.timeline import Event
+from fxchimera_passes.captured import Answer
 
-__all__ = ["Job", "Result"]
+__all__ = ["Broken", "Job", "Result"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +43,30 @@ class Job:
     wants_loss: bool = True
     wants_outputs: bool = False
 
+    @property
+    def assumes(self) -> bool:
+        """Whether a recording follows answers that may turn out wrong."""
+        return any(program.captured.assumed for program in self.programs)
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """An error that counts only if its micro-batch was on the right path."""
+
+    cause: Cause
+    error: Exception
+
 
 @dataclass(slots=True)
 class Result:
-    """What one rank brings back: losses and outputs of the micro-batches whose last stage it ran, and the timed actions."""
+    """What one rank brings back: losses and outputs of the micro-batches whose last stage it ran, and the timed actions.
+
+    ``answers`` are the true ones where a stage found an assumption wrong, by micro-batch and ordinal; ``broken`` the errors in
+    micro-batches with assumptions, by micro-batch and stage.
+    """
 
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
+    answers: dict[int, dict[int, Answer]] = field(default_factory=dict)
+    broken: dict[tuple[int, int], Broken] = field(default_factory=dict)

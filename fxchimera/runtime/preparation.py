@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from fxchimera.errors import BatchError
+from fxchimera.errors import BatchError, FxChimeraError
 from fxchimera.runtime.agreement import Call, Prepared, agree_on_batch
 from fxchimera.runtime.engine import Engine
 from fxchimera.runtime.job import Job
 from fxchimera.runtime.loss import LossFn, LossWeight, weights_of
 from fxchimera.runtime.losscheck import check_loss
 from fxchimera.runtime.microbatch import Batch, ChunkSpecs, describe_batch, digest, divide, sample
-from fxchimera.runtime.program import Program, Programs
+from fxchimera.runtime.program import KEPT, Program, Programs
+from fxchimera.runtime.warmup import WarmupBatch, in_mode
 from fxchimera.runtime.world import World
 from fxchimera.schedule.order import Order
+from fxchimera_passes.capture.paths import Path
 
 __all__ = ["Preparation"]
 
@@ -42,6 +46,7 @@ class Preparation:
         self._model, self._programs, self._engine, self._world = model, programs, engine, world
         self._loss_fn, self._loss_weight, self._specs, self._seed = loss_fn, loss_weight, specs, seed
         self._loss_checked: weakref.WeakKeyDictionary[Program, set[str]] = weakref.WeakKeyDictionary()
+        self._cuts: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
 
     def job(
         self,
@@ -89,11 +94,85 @@ class Preparation:
         self._world.failure.check()
         return agree_on_batch(self._world, call, make, self._trainable(), self._settle)
 
+    def repeat(self, call: Call, job: Job, paths: Mapping[int, Path]) -> Job:
+        """Collective: make the job of a call again, now that more is known of its micro-batches' paths.
+
+        Raises:
+            FxChimeraError: A path cannot be recorded, here or on another rank.
+        """
+
+        def make() -> Prepared[Job]:
+            programs = self._programs.find(job.batch, self._engine.accept, seed=job.seed, step=job.step, paths=paths)
+            weights = job.weights
+            if job.wants_loss:
+                self._check_loss(programs, job.batch)
+                weights = weights_of(job.batch, self._loss_weight, self._loss_fn, programs)
+            return self._describe(replace(job, programs=programs, weights=weights))
+
+        return agree_on_batch(self._world, call, make, self._trainable(), self._settle)
+
+    def warmup(
+        self, signatures: Sequence[Any], *, order: Order, modes: Sequence[bool], steps: Sequence[int], lend_parameters: bool
+    ) -> int:
+        """Collective: record what calls with ``signatures`` would need in ``modes`` (training or not); returns how many were made.
+
+        Args:
+            signatures: As :func:`arguments_of` takes them.
+            order: Its micro-batches are those of every call.
+            modes: True for a step, False for a forward-only call.
+            steps: The numbers of the steps whose keyed randomness decides the path through the model.
+            lend_parameters: Give every rank all parameters' values meanwhile.
+
+        Raises:
+            FxChimeraError: A signature is refused, here or on another rank, or more recordings are asked for than are kept.
+        """
+        before = self._programs.recordings
+
+        def make() -> Prepared[int]:
+            self._engine.inspect()
+            n = order.placement.n_microbatches
+            batches = [WarmupBatch(signature, n, self._specs, self._programs.device) for signature in signatures]
+            found: dict[Program, None] = {}
+            for training, batch, step in itertools.product(modes, batches, steps):
+                with in_mode(self._model, training), torch.set_grad_enabled(training):
+                    self._refuse_input_gradients(batch.batch)
+                    programs = self._programs.find(batch.batch, self._engine.accept, seed=self._seed, step=step)
+                batch.check(programs, self._seed, step)
+                found.update(dict.fromkeys(programs))
+                if len(found) > KEPT:
+                    raise FxChimeraError(
+                        f"warmup() needs more than {KEPT} recordings, and no more are kept; pass fewer signatures or steps"
+                    )
+            own = [module.training for module in self._model.modules()]
+            word = _word(f"{[digest(batch.batch) for batch in batches]} {modes!r} {own!r}")
+            text = "signatures " + " and ".join(f"({describe_batch(batch.batch)})" for batch in batches)
+            return Prepared(self._programs.recordings - before, word, 0, self._cut(tuple(found)), text)
+
+        self._world.failure.check()
+        with self._programs.in_advance(self._lent() if lend_parameters else {}):
+            return agree_on_batch(self._world, Call.WARMUP, make, self._trainable(), self._settle)
+
+    def _lent(self) -> dict[str, torch.Tensor]:
+        """Collective: the values of all parameters, by canonical name; with threads every rank has them anyway."""
+        if self._world.num_processes == 1:
+            return {}
+        own = {name: parameter.detach().cpu() for name, parameter in self._engine.owned.items()}
+        parts = self._world.gather_objects(own, "warmup()")
+        return {name: value for part in parts for name, value in part.items()}
+
+    def _cut(self, programs: Sequence[Program]) -> int:
+        """A word that agrees on two ranks iff they have recorded and cut the model alike."""
+        for program in programs:
+            if program not in self._cuts:
+                self._cuts[program] = _word(repr([(s.nodes, s.inputs, s.received, s.sent) for s in program.plan.stages]))
+        return _word(repr([self._cuts[program] for program in programs]))
+
     def _describe(self, job: Job) -> Prepared[Job]:
         modes = [module.training for module in self._model.modules()]
         signature = f"{digest(job.batch)} {job.loss_scale!r} {job.weights!r} {modes!r}"
         text = f"{describe_batch(job.batch)}, loss_scale {job.loss_scale:g}, {sum(modes)} of {len(modes)} modules in training mode"
-        return Prepared(job, _word(signature), sample(job.batch) if self._world.num_processes > 1 else 0, text)
+        content, cut = (sample(job.batch), self._cut(job.programs)) if self._world.num_processes > 1 else (0, 0)
+        return Prepared(job, _word(signature), content, cut, text)
 
     def _refuse_input_gradients(self, batch: Batch) -> None:
         for position, tensor in enumerate(batch.microbatches[0].inputs):

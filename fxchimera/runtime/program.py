@@ -8,24 +8,40 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
+import torch
+
+from fxchimera.errors import FxChimeraError
 from fxchimera.runtime.microbatch import Batch, MicroBatch
 from fxchimera.runtime.settings import Settings, Snapshot, frozen
 from fxchimera_passes.capture import recapture
-from fxchimera_passes.captured import Captured, TensorMeta
-from fxchimera_passes.errors import PartitionError
+from fxchimera_passes.capture.paths import Path
+from fxchimera_passes.captured import Answer, Assumption, Captured, TensorMeta
+from fxchimera_passes.errors import CaptureError, PartitionError
 from fxchimera_passes.keyed import microbatch_randomness
 from fxchimera_passes.plan import Stage, StagePlan
 from fxchimera_passes.split import StageGraph, split
 from fxchimera_passes.stages import transfer
 from fxchimera_passes.targets import CountedTargets, counted_targets
 
-__all__ = ["Program", "Programs"]
+__all__ = ["KEPT", "MOST_RUNS", "Program", "Programs", "known_paths", "unsettled"]
 
-_KEPT = 64  # recordings by signature and settings; the least recently used go first
+KEPT = 64  # recordings by signature and settings; the least recently used go first
+MOST_RUNS = 64  # of one call: each settles at least one more answer of every micro-batch
 _MANY = 16
+_ADVICE = (
+    "Pass values that change in every step as tensors, not as arguments or attributes",
+    "Move branches on such values into submodules, which are kept whole",
+)
+_LACKING = (
+    "This recording, for another signature or mode than at wrap, was made on a rank that has no values for {} parameters ({!r} "
+    "first), which other ranks own; if a module computes with such values, call pipe.warmup(<arguments>, lend_parameters=True) on "
+    "every rank before"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +58,11 @@ class Program:
         """Cut a recording as ``plan`` says."""
         return cls(captured, plan, split(captured, plan), counted_targets(captured))
 
+    def follows(self, answers: Sequence[Answer]) -> bool:
+        """Tell whether these are the first answers that the recording assumes."""
+        assumed = [assumption.answer for assumption in self.captured.assumed[: len(answers)]]
+        return assumed == list(answers)
+
     def stage(self, index: int) -> Stage:
         """Return stage ``index`` of the plan."""
         return self.plan.stages[index]
@@ -55,6 +76,28 @@ class Program:
         return tuple(value.meta for value in self.stage(stage).sent if value.meta.requires_grad)
 
 
+def known_paths(programs: Sequence[Program], wrong: Mapping[int, tuple[int, Answer]]) -> dict[int, Path]:
+    """What a run tells of each micro-batch's path: all its answers, or those before the ``wrong`` one (ordinal, true answer)."""
+    paths = {}
+    for microbatch, program in enumerate(programs):
+        assumed = program.captured.assumed
+        answers = tuple(assumption.answer for assumption in assumed)
+        if microbatch in wrong:
+            ordinal, answer = wrong[microbatch]
+            answers = (*answers[:ordinal], type(assumed[ordinal].answer)(answer))
+        paths[microbatch] = Path(answers, assumed)
+    return paths
+
+
+def unsettled(latest: Assumption) -> FxChimeraError:
+    """Say that a call was run again and again, ``latest`` being wrong in the end."""
+    return FxChimeraError(
+        f"after {MOST_RUNS} runs the answer assumed for {latest.description} at {latest.line} is still wrong: the forward reads "
+        "too many values that depend on parameters, or they differ from run to run. Move the branch into a submodule, which is "
+        "kept as one whole call"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Key:
     """What one recording fits: the arguments, the tensors among them, and all that the user can set on the model."""
@@ -65,80 +108,133 @@ class _Key:
 
 
 class Programs:
-    """Finds, or records, the programs of a batch; ``present`` is what the user had set on the model when it last did."""
+    """Finds, or records, the programs of a batch; ``present`` is what the user had set on the model when it last did.
+
+    ``recordings`` counts those made after wrapping; ``device`` is where the example batch was.
+    """
 
     def __init__(self, captured: Captured, plan: StagePlan, example: MicroBatch) -> None:
         self._captured = captured
         self._plan = plan
         self._settings = Settings(captured.model, captured.report.stateful)
-        self._recordings = 0
+        self.recordings = 0
+        self.device = example.inputs[0].device if example.inputs else torch.device("cpu")
+        self._unasked = 0
+        self._asked = False
+        self._values: Mapping[str, torch.Tensor] = {}
         self.first = Program.of(captured, plan)
         self.present = self._settings.look()
         self._latest = self._key(example, self.present)
+        self._chosen: dict[tuple[_Key, int], Program] = {}
+        self._good: dict[tuple[_Key, int], Program] = {}
+        self._likely: dict[int, Path] = {}
         self._cache: OrderedDict[_Key, list[Program]] = OrderedDict({self._latest: [self.first]})
 
     def find(
-        self, batch: Batch, accept: Callable[[Program], None] | None = None, *, seed: int = 0, step: int = 0
+        self,
+        batch: Batch,
+        accept: Callable[[Program], None] | None = None,
+        *,
+        seed: int = 0,
+        step: int = 0,
+        paths: Mapping[int, Path] | None = None,
     ) -> tuple[Program, ...]:
         """Return the program of each micro-batch, with the model as it is set at present, recording it if need be.
 
         ``accept`` may refuse a new recording by raising.  ``seed`` and ``step`` name the keyed randomness, which decides the path
-        through a model that leaves layers out at random.
+        through a model that leaves layers out at random; ``paths`` are known from a run that assumed wrong, by micro-batch.
 
         Raises:
             CaptureError: The model cannot be recorded for this signature.
             PartitionError: The cut does not fit the new recording.
         """
         self.present = self._settings.look()
-        found = []
+        self._chosen, found = {}, list[Program]()
         for microbatch in batch.microbatches:
             with microbatch_randomness(seed, step, microbatch.index):
-                found.append(self._find(microbatch, self._key(microbatch, self.present), accept))
+                key = self._key(microbatch, self.present)
+                found.append(self._find(microbatch, key, accept, (paths or {}).get(microbatch.index)))
+            self._chosen[key, microbatch.index] = found[-1]
         return tuple(found)
 
-    def _find(self, microbatch: MicroBatch, key: _Key, accept: Callable[[Program], None] | None) -> Program:
+    def succeeded(self) -> None:
+        """The programs found last have run and assumed right: they are tried first when their micro-batches come again."""
+        self._good |= self._chosen
+        self._likely |= {index: Path(hints=program.captured.assumed) for (_, index), program in self._chosen.items()}
+
+    @contextmanager
+    def in_advance(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Inside, the user has asked for the recordings: they are not warned about.
+
+        ``values`` are those of parameters that this rank has as meta tensors, by canonical name, for modules that need them while
+        they are recorded.
+        """
+        self._asked, self._values = True, values
+        try:
+            yield
+        finally:
+            self._asked, self._values = False, {}
+
+    def _find(
+        self, microbatch: MicroBatch, key: _Key, accept: Callable[[Program], None] | None, path: Path | None = None
+    ) -> Program:
         known = self._cache.setdefault(key, [])
         self._cache.move_to_end(key)
-        for program in known:
-            if all(guard.holds(microbatch.inputs) for guard in program.captured.guards):
+        good = self._good.get((key, microbatch.index))
+        path = path or self._likely.get(microbatch.index, Path(hints=self.first.captured.assumed))
+        for program in known if good is None or good not in known else [good, *known]:
+            if program.follows(path.answers) and all(guard.holds(microbatch.inputs) for guard in program.captured.guards):
                 return program
-        program = self._record(microbatch)
+        try:
+            program = self._record(microbatch, path)
+        except (CaptureError, PartitionError) as error:
+            absent = [name for name, parameter in self._captured.model.named_parameters() if parameter.is_meta]
+            if not absent or self._values:
+                raise
+            raise type(error)(f"{error} {_LACKING.format(len(absent), absent[0])}") from error
         captured = program.captured
         if accept is not None:
             accept(program)
         if captured.report.stateful:
             self._settings.ignore(captured.report.stateful)
         known.append(program)
-        del known[:-_KEPT]
-        while len(self._cache) > _KEPT:
-            self._cache.popitem(last=False)
+        del known[:-KEPT]
+        while len(self._cache) > KEPT:
+            gone, _ = self._cache.popitem(last=False)
+            self._good = {place: program for place, program in self._good.items() if place[0] != gone}
         self._count(key)
         return program
 
-    def _record(self, microbatch: MicroBatch) -> Program:
+    def _record(self, microbatch: MicroBatch, path: Path) -> Program:
         """Record for a micro-batch; in evaluation without key-value caches where they cannot cross the cut."""
         training = self._captured.model.training
-        captured = recapture(self._captured, microbatch.args, microbatch.kwargs, training=training)
+        record = partial(
+            recapture, self._captured, microbatch.args, microbatch.kwargs, training=training, values=self._values, path=path
+        )
+        captured = record()
         try:
             return Program.of(captured, transfer(self._captured, self._plan, captured))
         except PartitionError:
             if training:
                 raise
-            captured = recapture(self._captured, microbatch.args, microbatch.kwargs, training=training, cache=False)
+            captured = record(cache=False)
             warnings.warn("the model's key-value caches cannot cross the cuts and are left out of its output", stacklevel=2)
             return Program.of(captured, transfer(self._captured, self._plan, captured))
 
     def _count(self, key: _Key) -> None:
-        self._recordings += 1
-        if self._recordings == _MANY:
+        self.recordings += 1
+        self._unasked += not self._asked
+        if self._unasked == _MANY and not self._asked:
             warnings.warn(
                 f"the model has been recorded {_MANY} times after it was wrapped, last because {self._difference(key)} differ; "
-                "each recording costs time. Pass values that change in every step as tensors, not as arguments or attributes",
+                f"each recording costs time. {_ADVICE[key == self._latest]}",
                 stacklevel=2,
             )
         self._latest = key
 
     def _difference(self, key: _Key) -> str:
+        if key == self._latest:
+            return "the answers of values that its forward reads"
         if key.arguments != self._latest.arguments:
             return "the arguments that are no tensors"
         if key.tensors != self._latest.tensors:

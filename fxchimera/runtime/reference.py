@@ -19,14 +19,18 @@ from fxchimera.runtime.context import without_autocast
 from fxchimera.runtime.gradients import GradientSum, HeldHooks, hooked, take_gradients
 from fxchimera.runtime.loss import LossFn, loss_of, total_loss
 from fxchimera.runtime.microbatch import Batch, MicroBatch
-from fxchimera.runtime.program import Program
+from fxchimera.runtime.program import MOST_RUNS, Program, Programs, known_paths, unsettled
+from fxchimera.runtime.undo import undo_of
 from fxchimera.schedule.placement import Placement
+from fxchimera_passes.assumed import collecting
+from fxchimera_passes.capture.interpret import interpret
 from fxchimera_passes.capture.state import without_cache
 from fxchimera_passes.captured import info
 from fxchimera_passes.keyed import keyed_model, microbatch_randomness
 from fxchimera_passes.plan import StagePlan
+from fxchimera_passes.whole import module_at
 
-__all__ = ["Reference", "run_reference"]
+__all__ = ["Reference", "run_reference", "true_programs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ def run_reference(
     try:
         with without_cache(model):  # as in the recording: a cache returns keys and values in another layout, which rounds otherwise
             for pipe in range(len(placement.pipes)):
-                uses = _Uses(model, programs[0].plan, names)
+                uses = _Uses(model, [program.plan for program in programs], names)
                 for microbatch in placement.microbatches(pipe):
                     with uses.installed(programs[microbatch]):
                         losses[microbatch] = _one(model, microbatch, task)
@@ -88,6 +92,41 @@ def run_reference(
     totals = {name: total.total() for name, total in sums.items()}
     gradients = {name: None if total is None else hooked(names[name], total) for name, total in totals.items()}
     return Reference(total_loss(losses, weights, dtype), gradients)
+
+
+def true_programs(programs: Programs, batch: Batch, *, seed: int, step: int) -> tuple[Program, ...]:
+    """Find the programs that assume what the model answers with its present parameters; the model stays as it is.
+
+    Raises:
+        FxChimeraError: There are too many answers, or they differ from run to run.
+    """
+    found = programs.find(batch, seed=seed, step=step)
+    model = found[0].captured.model
+    undo_all = undo_of(model, model.buffers())
+    try:
+        for index, microbatch in enumerate(batch.microbatches):
+            for _ in range(MOST_RUNS):
+                if not found[index].captured.assumed:
+                    break
+                undo = undo_of(model, model.buffers())
+                with microbatch_randomness(seed, step, index), collecting() as answers, without_cache(model):
+                    try:
+                        interpret(found[index].captured, [tensor.clone() for tensor in microbatch.inputs])
+                    except Exception:  # on a wrong path that does not matter
+                        if not answers:
+                            raise
+                if not answers:
+                    break
+                undo()
+                first = min(answers)
+                latest = found[index].captured.assumed[first]
+                paths = known_paths(found, {index: (first, answers[first])})
+                found = programs.find(batch, seed=seed, step=step, paths=paths)
+            else:
+                raise unsettled(latest)
+    finally:
+        undo_all()
+    return found
 
 
 def _one(model: nn.Module, index: int, task: _Task) -> torch.Tensor:
@@ -129,12 +168,13 @@ class _Leaf:
 class _Uses:
     """Gives every stage that reads a tied parameter an alias of its own while the plain model runs."""
 
-    def __init__(self, model: nn.Module, plan: StagePlan, names: dict[str, nn.Parameter]) -> None:
+    def __init__(self, model: nn.Module, plans: Sequence[StagePlan], names: dict[str, nn.Parameter]) -> None:
         self._model, self._names = model, names
-        readers: dict[str, list[int]] = {}
-        for stage in plan.stages:
+        found: dict[str, set[int]] = {}
+        for stage in (stage for plan in plans for stage in plan.stages):
             for name in stage.parameters:
-                readers.setdefault(name, []).append(stage.index)
+                found.setdefault(name, set()).add(stage.index)
+        readers = {name: sorted(stages) for name, stages in found.items()}
         self._first_stage = {name: stages[0] for name, stages in readers.items()}
         self._alias = {
             (name, stage): nn.Parameter(names[name].detach(), requires_grad=names[name].requires_grad)
@@ -204,7 +244,7 @@ class _Uses:
         return leaves, resting
 
     def _add_call(self, leaves: dict[int, _Leaf], target: str, stage: int, canonical: dict[str, str]) -> None:
-        module = self._model.get_submodule(target)
+        module = module_at(self._model, target)
         tied = [f"{target}.{name}" for name, _ in module.named_parameters(remove_duplicate=False)]
         tied = [name for name in tied if canonical.get(name) in self._tied]
         if not tied:

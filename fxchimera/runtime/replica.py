@@ -6,6 +6,7 @@ copy, and a stage that reads a parameter owned elsewhere) runs on structural clo
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,20 +19,26 @@ from fxchimera.errors import FxChimeraError
 from fxchimera.runtime.batchnorm import Delta, NormLayer, norm_layers, on_scratch_statistics
 from fxchimera.runtime.clone import Follower, clone_modules, set_by_name
 from fxchimera.runtime.context import without_autocast
+from fxchimera.runtime.deferral import Deferral
 from fxchimera.runtime.entry import Entry
 from fxchimera.runtime.message import Payload
+from fxchimera.runtime.observation import Observation
 from fxchimera.runtime.program import Program
 from fxchimera.runtime.settings import Snapshot
+from fxchimera.runtime.turns import Turns
+from fxchimera_passes.whole import module_at
 
 __all__ = ["Replica"]
 
 
 @dataclass(slots=True)
 class _InFlight:
-    """What the backward of a micro-batch needs: where it entered, and the differentiable tensors that left."""
+    """What the backward of a micro-batch needs: where it entered, the differentiable tensors that left, what W shall do."""
 
     entry: Entry
     sent: list[torch.Tensor]
+    deferral: Deferral | None
+    program: Program
 
 
 class Replica:
@@ -67,6 +74,9 @@ class Replica:
         self._bound: weakref.WeakKeyDictionary[Program, fx.GraphModule] = weakref.WeakKeyDictionary()
         self._norms: tuple[NormLayer, ...] = ()
         self._in_flight: dict[int, _InFlight] = {}
+        self._deferrals: dict[int, Deferral] = {}  # of micro-batches whose I is done and whose W is not
+        self._allowed: weakref.WeakKeyDictionary[Program, frozenset[int]] = weakref.WeakKeyDictionary()
+        self._turns = Turns((), ())
         self._module(program)
 
     @property
@@ -76,8 +86,12 @@ class Replica:
 
     @property
     def in_flight(self) -> int:
-        """Number of micro-batches whose backward is still to come."""
-        return len(self._in_flight)
+        """Number of micro-batches whose backward, or its weight part, is still to come."""
+        return len(self._in_flight) + len(self._deferrals)
+
+    def begin(self, microbatches: Sequence[int]) -> None:
+        """Begin a step: ``microbatches`` are those whose backwards this replica will run."""
+        self._turns = Turns(microbatches, self.parameters.values())
 
     def follow(self, present: Snapshot | None) -> None:
         """Take over what the user has set on the model: modes, attributes, hooks, ``requires_grad``, buffers of another kind."""
@@ -96,7 +110,14 @@ class Replica:
                 self.parameters[name].requires_grad_(wanted)
 
     def forward(
-        self, microbatch: int, program: Program, received: Payload, inputs: Sequence[torch.Tensor], *, deferred_norms: bool
+        self,
+        microbatch: int,
+        program: Program,
+        received: Payload,
+        inputs: Sequence[torch.Tensor],
+        *,
+        deferred_norms: bool,
+        split: bool = False,
     ) -> list[torch.Tensor]:
         """Run the stage and return what it sends on (the last stage: the model's output tensors).
 
@@ -106,20 +127,25 @@ class Replica:
             received: The values from the stage before, which the stage may overwrite.
             inputs: All input tensors of the micro-batch.
             deferred_norms: Leave batch-norm statistics alone and note the micro-batch's share in ``deltas`` instead.
+            split: The backward will come in two parts.
         """
         stage = program.stage(self.stage)
         entry = Entry([_present(tensor) for tensor in received], [value.meta.requires_grad for value in stage.received])
         module = self._module(program)
         own_inputs = [inputs[position] for position in stage.inputs]
-        if deferred_norms:
-            with on_scratch_statistics(self._norms) as deltas:
-                outputs = module(*entry.enter(), *own_inputs)
-            self.deltas[microbatch] = deltas
-        else:
-            outputs = module(*entry.enter(), *own_inputs)
+        mode = self._mode(program) if split else None
+        with contextlib.ExitStack() as stack:
+            if deferred_norms:
+                self.deltas[microbatch] = stack.enter_context(on_scratch_statistics(self._norms))
+            entered = entry.enter()
+            if mode is not None:
+                stack.enter_context(mode)
+            outputs = module(*entered, *own_inputs)
+        if isinstance(mode, Observation):
+            self._allowed[program] = mode.allowed(outputs, self.parameters.values())
         if torch.is_grad_enabled():
             sent = [tensor for tensor, value in zip(outputs, stage.sent, strict=False) if value.meta.requires_grad]
-            self._in_flight[microbatch] = _InFlight(entry, sent)
+            self._in_flight[microbatch] = _InFlight(entry, sent, mode if isinstance(mode, Deferral) else None, program)
         return list(outputs)
 
     def backward(self, microbatch: int, gradients: Payload, loss: torch.Tensor | None, seed: float) -> Payload:
@@ -132,18 +158,50 @@ class Replica:
             seed: What the loss counts in the batch's, times the user's loss scale.
         """
         state = self._in_flight.pop(microbatch)
-        roots = [(root, g) for root, g in zip(state.sent, gradients, strict=True) if g is not None and root.requires_grad]
+        ends = [(root, g) for root, g in zip(state.sent, gradients, strict=True) if g is not None and root.requires_grad]
         if loss is not None and loss.requires_grad:
-            roots.append((loss, torch.full_like(loss, seed)))
-        if roots:
-            with without_autocast():
-                torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+            ends.append((loss, torch.full_like(loss, seed)))
+        roots, seeds = [root for root, _ in ends], [gradient for _, gradient in ends]
+        if state.deferral is None:
+            with self._turns.adding(microbatch), without_autocast():
+                if roots:
+                    torch.autograd.backward(roots, seeds)
+        else:
+            self._input_part(microbatch, state.deferral, roots, seeds)
+            if mixed := self._turns.early(microbatch):  # a use that the first micro-batch did not show
+                self._allowed[state.program] -= mixed
         return state.entry.differentiable_gradients
+
+    def weight_part(self, microbatch: int) -> None:
+        """Run what the backward of a micro-batch, whose forward knew that it would be split, has left to do."""
+        deferral = self._deferrals.pop(microbatch, None)
+        if deferral is not None:
+            with self._turns.adding(microbatch), without_autocast():
+                deferral.weight_part()
 
     def forget(self) -> None:
         """Drop everything in flight, after a failure."""
         self._in_flight.clear()
+        self._deferrals.clear()
         self.deltas.clear()
+
+    def _input_part(self, microbatch: int, deferral: Deferral, roots: list[torch.Tensor], seeds: list[torch.Tensor]) -> None:
+        with self._turns.adding(microbatch, deferral.parameters) as later, without_autocast():
+            if roots:
+                deferral.input_part(roots, seeds)
+            awaited = {id(parameter) for parameter in deferral.parameters} if roots else set()
+            for key in later.keys() - awaited:
+                del later[key]
+        self._deferrals[microbatch] = deferral
+
+    def _mode(self, program: Program) -> Deferral | Observation | None:
+        """What the forward of a micro-batch with a split backward runs under; None where nothing can be put off."""
+        allowed = self._allowed.get(program)
+        if not torch.is_grad_enabled():
+            return None
+        if allowed is None:
+            return Observation()
+        return Deferral(allowed) if allowed else None
 
     def _module(self, program: Program) -> fx.GraphModule:
         bound = self._bound.get(program)
@@ -154,7 +212,7 @@ class Replica:
                 self._extend_clones(graph.modules, graph.attributes, program)
                 root = self._clones
             self._names |= set(graph.modules)
-            self._norms = norm_layers({name: root.get_submodule(name) for name in self._names})
+            self._norms = norm_layers({name: module_at(root, name) for name in self._names})
             bound = self._bound[program] = graph.bind(root)
         return bound
 
@@ -174,7 +232,7 @@ class Replica:
         new = [name for name in modules if name not in self._names]
         clone_modules(self._clones, self._model, new, self._memo)
         for name in new:
-            self._follower.add(self._model.get_submodule(name), self._clones.get_submodule(name))
+            self._follower.add(module_at(self._model, name), module_at(self._clones, name))
         aliases = {alias: name for name in self.parameters for alias in program.captured.parameters[name]}
         for attribute in attributes:
             tensor = self.parameters[aliases[attribute]] if attribute in aliases else self.buffers.get(attribute)

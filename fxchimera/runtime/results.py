@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from fxchimera.runtime.job import Result
 from fxchimera.runtime.loss import total_loss
 from fxchimera.runtime.world import World
 from fxchimera.schedule.timeline import Timeline
+from fxchimera_passes.captured import Answer
 
-__all__ = ["gather_loss", "gather_outputs", "gather_timeline"]
+__all__ = ["Verdict", "gather_answers", "gather_failure", "gather_loss", "gather_outputs", "gather_timeline"]
 
+_NONE = torch.iinfo(torch.int64).max
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -36,6 +39,44 @@ def gather_loss(world: World, results: Sequence[Result], weights: tuple[float, .
         if process[0, -1]:
             dtype = _DTYPES[int(process[0, -1]) - 1]
     return total_loss(losses, weights, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the ranks together know of a run that assumed answers.
+
+    ``wrong`` is the first wrong assumption of each micro-batch that had one: its ordinal and the true answer.  ``broken`` are the
+    micro-batches that failed although all their answers were right.
+    """
+
+    wrong: dict[int, tuple[int, Answer]]
+    broken: frozenset[int]
+
+
+def gather_answers(world: World, results: Sequence[Result], n_microbatches: int) -> Verdict:
+    """Collective: judge a run that assumed answers."""
+    words = torch.full((3, n_microbatches), _NONE, dtype=torch.int64, device="cpu")
+    for result in results:
+        for microbatch, answers in result.answers.items():
+            first = min(answers)
+            if first < words[0, microbatch]:
+                words[:2, microbatch] = torch.tensor([first, answers[first]], device="cpu")
+        for microbatch, _ in result.broken:
+            words[2, microbatch] = 0
+    everything = torch.stack(world.gather(words, "the answers that the forward read"))
+    firsts, processes = everything[:, 0].min(0)
+    wrong = {m: (int(firsts[m]), int(everything[processes[m], 1, m])) for m in range(n_microbatches) if firsts[m] != _NONE}
+    broken = {m for m in range(n_microbatches) if (everything[:, 2, m] == 0).any()}
+    return Verdict(wrong, frozenset(broken - wrong.keys()))
+
+
+def gather_failure(world: World, results: Sequence[Result], broken: Collection[int]) -> BaseException:
+    """Collective: return the error that every rank raises because micro-batches are ``broken``."""
+    own = [error for result in results for (microbatch, _), error in sorted(result.broken.items()) if microbatch in broken]
+    gathered = world.gather_objects(own[0].cause if own else None, "what failed")
+    failure = world.failure.report(next(cause for cause in gathered if cause is not None)).error()
+    failure.__cause__ = own[0].error if own else None
+    return failure
 
 
 def gather_outputs(world: World, results: Sequence[Result]) -> list[Any]:

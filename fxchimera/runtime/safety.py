@@ -13,12 +13,13 @@ __all__ = ["refuse_unsafe"]
 _REBUILT = {"_flat_weights", "_flat_weight_refs"}  # a recurrent layer's list of its own parameters, made anew when they change
 
 
-def refuse_unsafe(program: Program, *, copies: int, num_processes: int) -> None:
+def refuse_unsafe(program: Program, *, copies: int, n_microbatches: int, num_processes: int) -> None:
     """Refuse what cannot be kept consistent; batch norm's statistics can.
 
     Args:
         program: A recording and its cut.
-        copies: How many replicas each stage has.
+        copies: How many replicas of each stage get micro-batches.
+        n_microbatches: N; from 2 on several are in flight.
         num_processes: 1 when ranks are threads.
 
     Raises:
@@ -37,8 +38,29 @@ def refuse_unsafe(program: Program, *, copies: int, num_processes: int) -> None:
             raise FxChimeraError(
                 f"buffer {name!r} is written in forward and read by the stages {readers}; give each its own module"
             )
+    _refuse_carried(program, n_microbatches)
     if copies > 1:
         _refuse_second_copies(program, written)
+
+
+def _refuse_carried(program: Program, n_microbatches: int) -> None:
+    """Refuse tensors that one forward leaves in an attribute for the next, where the next would not find them as in a plain loop.
+
+    A tensor with autograd history has no right meaning there: the plain loop's next backward runs into the graph of the last
+    forward, which is gone.  A detached one is right in a stage of one copy, which sees the micro-batches in order.
+    """
+    model, report = program.captured.model, program.captured.report
+    if "" in report.carried:
+        raise FxChimeraError(
+            f"the forward of {type(model).__name__} itself keeps {', '.join(report.carried[''])} for its next call, which a step "
+            "of the pipeline would not do; keep the tensor in a buffer (register_buffer), or read and set it in a submodule"
+        )
+    for name, attributes in report.attached.items() if n_microbatches > 1 else ():
+        raise FxChimeraError(
+            f"module {name!r} ({type(model.get_submodule(name)).__name__}) keeps {', '.join(attributes)} for its next call "
+            f"together with its autograd graph, into which the backward of another micro-batch would run; keep it detached "
+            f"(self.{attributes[0]} = value.detach()), or use n_microbatches=1"
+        )
 
 
 def _refuse_second_copies(program: Program, written: set[str]) -> None:
@@ -51,7 +73,14 @@ def _refuse_second_copies(program: Program, written: set[str]) -> None:
                 f"{attributes} in forward, which a schedule with two copies of each stage cannot keep consistent; "
                 f'use schedule="1f1b", or keep that state outside the model'
             )
-    for name in sorted(written - _norm_buffers(model)):
+    norms = _norm_buffers(model)
+    read = {str(node.target) for node in program.captured.graph.nodes if node.op == "get_attr"}
+    for name in sorted(written & norms & read):
+        raise FxChimeraError(
+            f"the running statistics {name!r} are read outside their layer, where a schedule with two copies of each stage has not "
+            'put them together yet; use schedule="1f1b"'
+        )
+    for name in sorted(written - norms):
         raise FxChimeraError(
             f"buffer {name!r} is written in forward outside batch norm, which a schedule with two copies of each stage "
             'cannot keep consistent; use schedule="1f1b"'

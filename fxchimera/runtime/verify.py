@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxchimera.runtime.job import Job
+from fxchimera.runtime.reference import run_reference
+from fxchimera.runtime.world import World
 from fxchimera_passes.plan import StagePlan
 
-__all__ = ["Difference", "Verification", "compare", "plain_copy"]
+__all__ = ["Difference", "Verification", "compare", "compare_with_plain", "plain_copy"]
 
 _RELATIVE = {torch.float64: 1e-12, torch.float32: 1e-6}
 _COARSE = 5e-2  # for half precision
@@ -76,6 +79,40 @@ class Verification:
                 if not d.ok
             ]
         return "\n".join(lines)
+
+
+def compare_with_plain(
+    world: World,
+    model: nn.Module,
+    names: Mapping[str, tuple[str, ...]],
+    job: Job,
+    state: Mapping[str, Any],
+    loss: torch.Tensor,
+    own: Mapping[str, torch.Tensor | None],
+) -> Verification:
+    """Collective: compare a job's loss and gradients with those of the plain model, which rank 0 runs.
+
+    Args:
+        world: The processes.
+        model: The wrapped model.
+        names: All names of each parameter, by canonical name.
+        job: The step that was run.
+        state: The full state before it, on rank 0.
+        loss: Its loss.
+        own: The gradients that this process owns.
+    """
+    gathered = world.collect(own, "verify()")
+    result: Verification | None = None
+    if world.process == 0:
+        plain = plain_copy(model, names, state)
+        shares, place = job.weights, job.order.placement
+        expected = run_reference(
+            plain, job.batch, job.programs, place, weights=shares, loss_fn=job.loss_fn, seed=job.seed, step=job.step
+        )
+        found = {name: gradient for part in gathered for name, gradient in part.items()}
+        result = compare(job.programs[0].plan, found, expected.gradients, loss, expected.loss)
+    answer: Verification = world.spread(result, "verify()")
+    return answer
 
 
 def compare(

@@ -30,6 +30,7 @@ class Annealing:
         cold: Last temperature, in the same unit.
         window: Most places by which an operation moves.
         toggles: Share of the moves that fuse or split a backward.
+        in_turn: Keep micro-batches that are alike in turn: better where little memory makes few orders good.
         floor: A proven lower bound in seconds: stop when it is reached.
         seed: Of the random numbers.
     """
@@ -39,6 +40,7 @@ class Annealing:
     cold: float = 0.001
     window: int = 12
     toggles: float = 0.0
+    in_turn: bool = False
     floor: float = 0.0
     seed: int = 0
 
@@ -59,7 +61,7 @@ def anneal(problem: Problem, plan: Plan, how: Annealing) -> tuple[Plan, float]:
         guided, toggles = chance() < 0.67, how.toggles > 0.0 and chance() < how.toggles
         op = shop.path[int(chance() * len(shop.path))] if guided else int(chance() * len(shop.pos))
         steps, later = 1 + int(chance() * how.window), chance() < 0.5
-        found = toggle(shop, op // 3, limit) if toggles else shift(shop, op, steps, later, limit)
+        found = toggle(shop, op // 3, limit) if toggles else shift(shop, op, steps, later, limit, how.in_turn)
         if found < NEVER:
             now = found
             critical(shop, chance())
@@ -83,50 +85,84 @@ def fused_where_free(problem: Problem, plan: Plan, budget: int) -> tuple[Plan, f
     return Plan(shop.seq, [place < 0 for place in shop.pos[2::3]]), max(shop.end[row[-1]] for row in shop.seq)
 
 
-def shift(shop: Shop, op: int, steps: int, later: bool, limit: float) -> float:
-    """Moves an operation up to ``steps`` places; returns the makespan if it stays within the limit, else NEVER, undone."""
+def shift(shop: Shop, op: int, steps: int, later: bool, limit: float, in_turn: bool) -> float:
+    """Moves an operation up to ``steps`` places; returns the makespan if it stays within the limit, else NEVER, undone.
+
+    Micro-batches of a pipe are alike: with ``in_turn``, where it passes others of its kind, all of them move up by one instead.
+    """
     one = shop.rank[op]
     row, here = shop.seq[one], shop.pos[op]
     if here < 0:
         return NEVER
-    step, edge = (1, len(row) - 1) if later else (-1, 0)
-    target = here
-    while steps and target != edge and row[target + step] // 3 != op // 3:
-        target += step
-        steps -= 1
+    target, passed = _target(shop, op, steps, later, in_turn)
     if target == here:
         return NEVER
-    if (shop.hold[op] < 0.0 if later else shop.hold[op] > 0.0) and not _fits(shop, one, here, target):
+    low, high = (here, target) if later else (target, here)
+    old = row[low : high + 1]
+    new = [*old[1:], op] if later else [op, *old[:-1]]
+    members = _in_turn(shop, new, op) if passed else ()
+    if (shop.hold[op] < 0.0 if later else shop.hold[op] > 0.0) and not _fits(shop, one, low, new):
         return NEVER
-    low = min(here, target)
-    since = shop.end[row[low]] - shop.seconds[row[low]]
-    _slide(row, shop.pos, here, target)
-    found = retime(shop, limit, since, one, low)
+    since = shop.end[old[0]] - shop.seconds[old[0]]
+    _write(row, shop.pos, low, new)
+    found = retime(shop, limit, since, one, low) if all(_follows(shop, member) for member in members) else NEVER
     if found < NEVER:
         accept(shop)
     else:
-        _slide(row, shop.pos, target, here)
+        _write(row, shop.pos, low, old)
     return found
 
 
-def _fits(shop: Shop, one: int, here: int, target: int) -> bool:
-    """Whether the rank's memory holds when the operation at one place moves to another."""
-    row, hold, cap = shop.seq[one], shop.hold, shop.caps[one]
-    changed = row[here + 1 : target + 1] if here < target else [row[here], *row[target:here]]
-    level = sum([hold[op] for op in row[: min(here, target)]])
-    for op in changed:
+def _target(shop: Shop, op: int, steps: int, later: bool, in_turn: bool) -> tuple[int, bool]:
+    """The place up to which an operation can move, and whether it has to change places with others of its kind."""
+    row, target, passed, alike = shop.seq[shop.rank[op]], shop.pos[op], False, shop.alike
+    kind, split = alike[op], op % 3 == 1 and shop.pos[op + 1] >= 0
+    step, edge = (1, len(row) - 1) if later else (-1, 0)
+    while steps and target != edge:
+        other = row[target + step]
+        if other // 3 == op // 3 and not passed:
+            break
+        if in_turn and alike[other] == kind:
+            if op % 3 == 1 and (shop.pos[other + 1] >= 0) is not split:
+                break
+            passed = True
+        target += step
+        steps -= 1
+    return target, passed
+
+
+def _in_turn(shop: Shop, new: list[int], op: int) -> list[int]:
+    """Sorts the operations that are alike among their places; returns them."""
+    kind = shop.alike[op]
+    places = [place for place, other in enumerate(new) if shop.alike[other] == kind]
+    members = sorted([new[place] for place in places])
+    for place, member in zip(places, members, strict=True):
+        new[place] = member
+    return members
+
+
+def _follows(shop: Shop, op: int) -> bool:
+    """Whether an operation has its place after the ones of its cell that come before it, and before the ones that come after."""
+    cell, pos = 3 * (op // 3), shop.pos
+    return pos[cell] < pos[cell + 1] and (pos[cell + 2] < 0 or pos[cell + 1] < pos[cell + 2])
+
+
+def _fits(shop: Shop, one: int, low: int, new: list[int]) -> bool:
+    """Whether the rank's memory holds with other operations from a place on."""
+    hold, cap = shop.hold, shop.caps[one]
+    level = sum([hold[op] for op in shop.seq[one][:low]])
+    for op in new:
         level += hold[op]
         if level > cap:
             return False
     return True
 
 
-def _slide(row: list[int], pos: list[int], here: int, target: int) -> None:
-    """Moves the entry at one place to another; those between close up."""
-    row.insert(target, row.pop(here))
-    low, high = (here, target) if here < target else (target, here)
-    for place in range(low, high + 1):
-        pos[row[place]] = place
+def _write(row: list[int], pos: list[int], low: int, new: list[int]) -> None:
+    """Puts operations at the places from one on."""
+    row[low : low + len(new)] = new
+    for place, op in enumerate(new, low):
+        pos[op] = place
 
 
 def toggle(shop: Shop, cell: int, limit: float) -> float:

@@ -50,6 +50,7 @@ class Problem:
         caps: By rank, the most that it may hold, in the unit of ``holds``.
         holds: By stage, what a micro-batch holds from the start of its F to the end of its B or W (1 each, or bytes).
         split: Whether backwards may be split in I and W.
+        away: Stages whose message to the next one takes its time although both are on one rank (fold.py).
     """
 
     placement: Placement
@@ -57,6 +58,7 @@ class Problem:
     caps: tuple[float, ...]
     holds: tuple[float, ...]
     split: bool = True
+    away: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         place = self.placement
@@ -103,7 +105,10 @@ class Problem:
         place, costs = self.placement, self.costs
         seconds = [costs.boundary_seconds(stage) for stage in range(place.num_stages - 1)]
         ways = [
-            [0.0 if here == there else second for second, (here, there) in zip(seconds, itertools.pairwise(pipe), strict=True)]
+            [
+                0.0 if here == there and stage not in self.away else seconds[stage]
+                for stage, (here, there) in enumerate(itertools.pairwise(pipe))
+            ]
             for pipe in place.pipes
         ]
         return ways, ways

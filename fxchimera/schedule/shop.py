@@ -29,6 +29,7 @@ class Shop:
     Args:
         rank: By operation, its rank.
         pred: By operation, the one whose data it waits for; -1 for none.
+        alike: By operation, a number that those of one pipe, stage and kind share.
         succ: By operation, the one that waits for its data; -1 for none.
         lag: By operation, seconds on the way of the data it waits for.
         tail: By operation, the least seconds from its end to the end of its micro-batch's chain.
@@ -49,6 +50,7 @@ class Shop:
     """
 
     rank: list[int]
+    alike: list[int]
     pred: list[int]
     succ: list[int]
     lag: list[float]
@@ -88,6 +90,9 @@ def make_shop(problem: Problem, plan: Plan) -> Shop:
             pos[op] = place
     return Shop(
         rank=[rank for rank in problem.rank_of() for _ in range(3)],
+        alike=[
+            3 * (pipe * stages + stage) + kind for pipe in problem.placement.pipe_of for stage in range(stages) for kind in range(3)
+        ],
         pred=pred,
         succ=succ,
         lag=lag,

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
@@ -35,6 +36,7 @@ __all__ = [
     "CheckpointFunction",
     "FakeTensor",
     "FakeTensorMode",
+    "MemoryRef",
     "OpOverload",
     "TorchDispatchMode",
     "call_uncompiled",
@@ -76,6 +78,20 @@ def storage_key(tensor: Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return None
+
+
+class MemoryRef:
+    """Remembers the memory of a tensor without keeping it; while it does, :func:`storage_key` gives its key to no other memory."""
+
+    __slots__ = ("_reference",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+    @property
+    def gone(self) -> bool:
+        """Whether the memory has been freed."""
+        return bool(self._reference.expired())  # type: ignore[no-untyped-call]
 
 
 def version(tensor: Tensor) -> int:

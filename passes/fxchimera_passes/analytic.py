@@ -15,7 +15,7 @@ from torch import fx
 from fxchimera_passes.captured import Captured, info
 from fxchimera_passes.errors import CaptureError
 
-__all__ = ["NodeCosts", "analytic", "backward_factors"]
+__all__ = ["NodeCosts", "analytic", "backward_factors", "seconds_of"]
 
 # A current accelerator at half of its peak; only the ratio matters for where a graph is cut.
 _FLOPS_PER_SECOND = 2.0e14
@@ -48,9 +48,16 @@ def analytic(
     for node in captured.graph.nodes:
         if node.op.startswith("call"):
             known = info(node)
-            forward[node.name] = known.forward_flops / flops_per_second + known.moved_bytes / bytes_per_second
+            forward[node.name] = seconds_of(known.forward_flops, known.moved_bytes, flops_per_second, bytes_per_second)
             backward[node.name] = factors[node.name] * forward[node.name]
     return NodeCosts(forward, backward)
+
+
+def seconds_of(
+    flops: float, moved: float, flops_per_second: float = _FLOPS_PER_SECOND, bytes_per_second: float = _BYTES_PER_SECOND
+) -> float:
+    """Estimate the seconds of some floating-point operations that move some bytes."""
+    return flops / flops_per_second + moved / bytes_per_second
 
 
 def backward_factors(captured: Captured) -> dict[str, int]:

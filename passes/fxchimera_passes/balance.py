@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from fxchimera_passes.errors import PartitionError
 
-__all__ = ["Cut", "cut", "most_parts"]
+__all__ = ["Cut", "cut", "cuts", "most_parts"]
 
 _Ints = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float64]
@@ -58,7 +58,7 @@ class _Problem:
 
     places: _Ints
     cost: _Ints
-    size: _Floats
+    sizes: tuple[_Floats, ...]
     crossing: _Floats
     newest: _Ints
     parts: int
@@ -74,7 +74,8 @@ class _Problem:
             ends = np.arange(low, max(low, high), dtype=np.int64)
             begins = np.searchsorted(self.cost, self.cost[ends] - limit, side="left")
             if self.caps:
-                begins = np.maximum(begins, np.searchsorted(self.size, self.size[ends] - self.caps[part - 1], side="left"))
+                size = self.sizes[(part - 1) % len(self.sizes)]  # one for all, or each its own
+                begins = np.maximum(begins, np.searchsorted(size, size[ends] - self.caps[part - 1], side="left"))
             found.append(_Window(low, begins, self.newest[ends]))
         return found
 
@@ -97,7 +98,7 @@ def cut(
     crossing: Sequence[float] | None = None,
     counts: Sequence[int] | None = None,
     min_count: int = 1,
-    sizes: Sequence[float] | None = None,
+    sizes: Sequence[float] | Sequence[Sequence[float]] | None = None,
     caps: Sequence[float] | None = None,
     slack: float = 0.0,
 ) -> Cut:
@@ -110,7 +111,7 @@ def cut(
         crossing: n+1 numbers, the bytes that a cut at each position sends; the least sum within ``slack`` wins.
         counts: what each item holds of something that every run needs ``min_count`` of (parameters to own).
         min_count: see ``counts``.
-        sizes: bytes of each item.
+        sizes: bytes of each item; or, for each part, the bytes of each item in that part.
         caps: the most bytes that each run may hold.
         slack: relative distance from the optimum that may be given up for fewer crossing bytes.
 
@@ -121,14 +122,27 @@ def cut(
     problem = _problem(costs, parts, scale, allowed, crossing, counts, min_count, sizes, caps)
     best = _least_bottleneck(problem)
     if best is None:
-        raise PartitionError(_reason(problem, len(costs), counts, min_count, sizes))
-    chosen = best
-    if crossing is not None:
-        limit = max(problem.bottleneck(best), int(problem.bottleneck(best) * (1.0 + slack)))
-        chosen = _least_crossing(problem, problem.bottleneck(best), limit)
-    return Cut(
-        tuple(int(problem.places[q]) for q in chosen[:-1]), problem.bottleneck(chosen) / scale, problem.bottleneck(best) / scale
-    )
+        raise PartitionError(_reason(problem, len(costs), counts, min_count))
+    return _within(problem, scale, best, None if crossing is None else slack)
+
+
+def cuts(
+    costs: Sequence[float], parts: int, slacks: Sequence[float], *, crossing: Sequence[float], counts: Sequence[int]
+) -> tuple[Cut, ...]:
+    """Return what :func:`cut` gives for each of ``slacks``, and search for the optimum once."""
+    scale = _scale(costs)
+    problem = _problem(costs, parts, scale, None, crossing, counts, 1, None, None)
+    best = _least_bottleneck(problem)
+    if best is None:
+        raise PartitionError(_reason(problem, len(costs), counts, 1))
+    return tuple(_within(problem, scale, best, slack) for slack in slacks)
+
+
+def _within(problem: _Problem, scale: float, best: Sequence[int], slack: float | None) -> Cut:
+    """The cut that sends least within ``slack`` of the optimum; without a slack, the optimum."""
+    optimum = problem.bottleneck(best)
+    chosen = best if slack is None else _least_crossing(problem, optimum, max(optimum, int(optimum * (1.0 + slack))))
+    return Cut(tuple(int(problem.places[q]) for q in chosen[:-1]), problem.bottleneck(chosen) / scale, optimum / scale)
 
 
 def most_parts(n: int, allowed: Sequence[int] | None = None, counts: Sequence[int] | None = None, min_count: int = 1) -> int:
@@ -164,11 +178,12 @@ def _problem(
     crossing: Sequence[float] | None,
     counts: Sequence[int] | None,
     min_count: int,
-    sizes: Sequence[float] | None,
+    sizes: Sequence[float] | Sequence[Sequence[float]] | None,
     caps: Sequence[float] | None,
 ) -> _Problem:
     n = len(costs)
-    places = np.asarray([0, *(range(1, n) if allowed is None else allowed), n], np.int64)
+    table = np.atleast_2d(np.zeros(n) if sizes is None else np.asarray(sizes, np.float64))
+    places = np.arange(n + 1) if allowed is None else np.asarray([0, *allowed, n], np.int64)
     whole = np.rint(np.asarray(costs, np.float64) * scale)
     before = np.arange(len(places), dtype=np.int64) - 1
     if counts is not None:
@@ -177,7 +192,7 @@ def _problem(
     return _Problem(
         places=places,
         cost=_prefix(whole.astype(np.int64))[places],
-        size=_prefix(np.zeros(n) if sizes is None else np.asarray(sizes, np.float64))[places],
+        sizes=tuple(_prefix(row)[places] for row in table),
         crossing=np.zeros(len(places)) if crossing is None else np.asarray(crossing, np.float64)[places],
         newest=np.asarray(before, np.int64),
         parts=parts,
@@ -274,10 +289,10 @@ def _least_crossing(problem: _Problem, optimum: int, limit: int) -> tuple[int, .
     return best
 
 
-def _reason(problem: _Problem, n: int, counts: Sequence[int] | None, min_count: int, sizes: Sequence[float] | None) -> str:
+def _reason(problem: _Problem, n: int, counts: Sequence[int] | None, min_count: int) -> str:
     inner = [int(p) for p in problem.places[1:-1]]
     most = most_parts(n, inner, counts, min_count)
     if most < problem.parts or not problem.caps:
         return f"at most {most} parts can be cut from {n} items ({len(inner)} places to cut), {problem.parts} were asked for"
-    total = 0.0 if sizes is None else float(np.sum(sizes))
+    total = max(float(size[-1]) for size in problem.sizes)
     return f"{n} items of {total:.0f} bytes in all do not fit {problem.parts} parts of at most {list(problem.caps)} bytes"

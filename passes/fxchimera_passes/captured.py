@@ -15,7 +15,10 @@ from torch import fx, nn
 
 from fxchimera_passes.structure import Structure
 
-__all__ = ["CaptureReport", "Captured", "Guard", "NodeInfo", "RandomKey", "TensorMeta", "info"]
+__all__ = ["Answer", "Assumption", "CaptureReport", "Captured", "Guard", "NodeInfo", "RandomKey", "TensorMeta", "info"]
+
+
+Answer = bool | int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,8 @@ class NodeInfo:
     ``mutates`` are names of the node's argument nodes whose memory it writes (or whose autograd state it sets).
     ``forward_flops``/``moved_bytes`` are analytic: floating-point operations, and bytes read and written by the forward.
     ``autocast`` is None outside autocast regions, else (device type, dtype, enabled).
+    ``saved`` are pairs (number of a piece of memory, its bytes) that autograd keeps from the node to its backward, without
+    parameters, buffers, inputs and constants; ``memory`` is the number of the memory that ``value`` lies in, -1 for the others.
     ``line`` is the user's own "file:line" of the call, "" when unknown.
     """
 
@@ -79,7 +84,14 @@ class NodeInfo:
     mutates: tuple[str, ...] = ()
     forward_flops: float = 0.0
     moved_bytes: float = 0.0
+    saved: tuple[tuple[int, int], ...] = ()
+    memory: int = -1
     line: str = ""
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that autograd keeps from the node to its backward; what another node keeps too counts for both."""
+        return sum(size for _, size in self.saved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,17 +114,34 @@ class Guard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Assumption:
+    """The ``ordinal``-th value read into Python that depends on parameters: the recording took ``answer``, which a node checks."""
+
+    ordinal: int
+    description: str
+    line: str
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureReport:
     """Why the capture looks as it does; printed to the user when something goes wrong.
 
     ``opened``/``closed`` map a module's qualified name to the reason.  ``stateful`` maps a module whose forward changed Python
-    attributes to those attributes' names.  ``notes`` are single sentences.
+    attributes to those attributes' names, ``carried`` to those with tensors that a forward reads before it sets them (what the last
+    forward left there), ``attached`` to those of them whose tensors require a gradient.  ``notes`` are single sentences.
     """
 
     opened: Mapping[str, str] = field(default_factory=dict)
     closed: Mapping[str, str] = field(default_factory=dict)
     stateful: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    carried: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    attached: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+
+def _nothing() -> None:
+    """Install nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,11 +153,14 @@ class Captured:
     ``out_structure``.  ``call_module`` and ``get_attr`` targets are qualified names on ``model``, or keys of ``constants``.
     Nodes ``pinned[i][0]..pinned[i][1]`` (positions in graph order, inclusive) must stay in one stage.
     ``parameters`` maps every canonical parameter name of the model (as ``model.named_parameters()`` gives it) to all its names.
-    ``open_modules`` are the qualified names of modules recorded by their inner calls (always includes "" for the model itself).
+    ``open_modules`` are the qualified names of modules recorded by their inner calls ("" is the model itself).
     ``device`` is where the recording's tensors live; a ``torch.device`` argument in the graph means it.
     ``grad_enabled`` is the grad mode that the forward began in: a node of the other mode set it itself.
     Without ``cache`` the model's key-value caches were switched off in evaluation too.
     ``host_keys`` are the calls of opened modules that draw from Python's or numpy's generator: the recording holds for these draws.
+    ``assumed`` are the answers that the recording took where the forward reads a value that depends on parameters, in the order of
+    the reads.  ``beside`` maps a parameter that only other answers lead to, as far as they were tried, to one that is read next to
+    it there.  ``install`` does what the model does on its first call: hooks, and flags that say so.
     """
 
     graph: fx.Graph
@@ -145,6 +177,9 @@ class Captured:
     grad_enabled: bool = True
     host_keys: tuple[RandomKey, ...] = ()
     cache: bool = True
+    assumed: tuple[Assumption, ...] = ()
+    beside: Mapping[str, str] = field(default_factory=dict)
+    install: Callable[[], None] = _nothing
 
 
 _NOTHING = NodeInfo()

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from fxchimera_passes.capture.targets import rebuild
 from fxchimera_passes.captured import info
+from fxchimera_passes.whole import module_at
 
 __all__ = ["may_alias", "written"]
 
@@ -17,6 +18,8 @@ __all__ = ["may_alias", "written"]
 def written(node: fx.Node) -> tuple[fx.Node, ...]:
     """The input nodes that ``node`` writes into; with an object made around tensors, these tensors too."""
     names = info(node).mutates
+    if not names:
+        return ()
     found = [source for source in node.all_input_nodes if source.name in names]
     inside = [tensor for source in found if source.target is rebuild for tensor in source.all_input_nodes]
     return tuple(dict.fromkeys((*found, *inside)))
@@ -26,6 +29,6 @@ def may_alias(node: fx.Node, model: nn.Module) -> bool:
     """Whether the value of ``node`` may share memory with one of its inputs; torch's own layers with weights never do."""
     if node.op != "call_module":
         return node.op in ("call_function", "call_method")
-    module = model.get_submodule(str(node.target))
+    module = module_at(model, str(node.target))
     own = type(module).__module__.startswith("torch.nn.modules") and next(module.parameters(recurse=False), None) is not None
     return not own

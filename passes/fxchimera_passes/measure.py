@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxchimera_passes.analytic import NodeCosts, backward_factors
+from fxchimera_passes.assumed import collecting
 from fxchimera_passes.capture.state import generators_untouched
 from fxchimera_passes.captured import Captured, info
 from fxchimera_passes.errors import CaptureError
 from fxchimera_passes.inplace import written
 from fxchimera_passes.scope import Scope, call_in_scope
 from fxchimera_passes.structure import Structure, flatten
+from fxchimera_passes.whole import module_at
 
 __all__ = ["measured"]
 
@@ -41,7 +43,7 @@ def measured(captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any],
     expected = sum(node.op == "placeholder" for node in captured.graph.nodes)
     if len(tensors) != expected:
         raise CaptureError(f"the batch holds {len(tensors)} tensors, the recorded one held {expected}")
-    with _restored(captured):
+    with _restored(captured), collecting():  # a wrong answer on the way is not of interest
         return _Meter(captured, repeats).run(tensors)
 
 
@@ -77,8 +79,20 @@ class _Meter:
         path, _, last = name.rpartition(".")
         return getattr(self.captured.model.get_submodule(path), last)
 
+    def _given(self, argument: Any) -> Any:
+        """The value of a node's argument, in lists and dicts of Python's own: those of a graph cannot be rebuilt."""
+        if isinstance(argument, fx.Node):
+            return self.values[argument]
+        if isinstance(argument, (tuple, list)):
+            return (tuple if isinstance(argument, tuple) else list)(self._given(part) for part in argument)
+        if isinstance(argument, dict):
+            return {key: self._given(part) for key, part in argument.items()}
+        if isinstance(argument, slice):
+            return slice(self._given(argument.start), self._given(argument.stop), self._given(argument.step))
+        return argument
+
     def _timed(self, node: fx.Node) -> Any:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self.values[source])
+        args, kwargs = self._given(node.args), self._given(node.kwargs)
         tensors, structure = flatten((args, kwargs))
         writes = bool(written(node))
         runs = [self._once(node, tensors, structure, writes) for _ in range(self.repeats)]
@@ -111,7 +125,7 @@ class _Meter:
     def _call(self, node: fx.Node, args: Any, kwargs: Any, scope: Scope) -> Any:
         function: Any = node.target
         if node.op == "call_module":
-            function = self.captured.model.get_submodule(str(node.target))
+            function = module_at(self.captured.model, str(node.target))
         elif node.op == "call_method":
             function = getattr(torch.Tensor, str(node.target))
         return call_in_scope(scope, function, *args, **kwargs)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fxchimera_passes.captured import TensorMeta
 
-__all__ = ["BoundaryValue", "Stage", "StagePlan"]
+__all__ = ["BoundaryValue", "Load", "Stage", "StagePlan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,20 @@ class BoundaryValue:
     meta: TensorMeta
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a stage costs for one micro-batch: seconds forward and backward, and the bytes that it sends on in the forward."""
+
+    forward_seconds: float
+    backward_seconds: float
+    sent_bytes: int
+
+    @property
+    def cost_seconds(self) -> float:
+        """Forward plus backward, in seconds."""
+        return self.forward_seconds + self.backward_seconds
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """One stage of a plan.
@@ -26,6 +40,8 @@ class Stage:
     model's input tensors that it reads itself.  ``received`` come from the stage before, ``sent`` go to the stage after; a value
     needed further on is passed along by every stage between, so stages form a chain.  ``parameters``/``buffers`` are the
     canonical names that its nodes read; ``owned`` the parameters it owns.  ``cost_seconds`` is forward plus backward.
+    ``activation_bytes`` is what one micro-batch holds from its forward to its backward: what autograd saves, what was received, and
+    what is sent or returned.
     """
 
     index: int
@@ -39,11 +55,17 @@ class Stage:
     forward_seconds: float
     backward_seconds: float
     parameter_bytes: int
+    activation_bytes: int = 0
 
     @property
     def cost_seconds(self) -> float:
         """Forward plus backward of one micro-batch, in seconds."""
         return self.forward_seconds + self.backward_seconds
+
+    @property
+    def sent_bytes(self) -> int:
+        """What one micro-batch's forward sends to the next stage, in bytes."""
+        return sum(value.meta.bytes for value in self.sent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +74,15 @@ class StagePlan:
 
     ``owner`` maps every canonical parameter name of the model to the stage that owns it (parameters never used in the forward
     are owned too).  ``bottleneck_seconds`` is the heaviest stage's cost, ``bound_seconds`` a proven lower bound of it over all
-    legal cuts, so ``gap`` is how far from optimal the balance can be.
+    legal cuts, so ``gap`` is how far from optimal the balance can be.  ``notes`` are sentences for a user whose model was cut more
+    coarsely than asked for; they hold paths, which differ between hosts, so they are not part of the text that ranks compare.
     """
 
     stages: tuple[Stage, ...]
     owner: Mapping[str, int]
     bottleneck_seconds: float
     bound_seconds: float
+    notes: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def gap(self) -> float:

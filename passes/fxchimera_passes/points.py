@@ -9,6 +9,7 @@ from fxchimera_passes.capture.names import require_submodule
 from fxchimera_passes.captured import Captured, info
 from fxchimera_passes.errors import PartitionError
 from fxchimera_passes.liveness import Liveness, obstacle
+from fxchimera_passes.whole import module_at
 
 __all__ = ["positions_of"]
 
@@ -56,7 +57,7 @@ def _before_objects(live: Liveness, position: int) -> int:
 def _inside(captured: Captured, live: Liveness, position: int, name: str) -> bool:
     node = live.nodes[position]
     module = captured.model.get_submodule(name)
-    if node.op == "call_module" and captured.model.get_submodule(str(node.target)) is module:
+    if node.op == "call_module" and module_at(captured.model, str(node.target)) is module:
         return True
     paths = (info(node).module, str(node.target) if node.op == "call_module" else "")
     return any(path == name or path.startswith(f"{name}.") for path in paths)

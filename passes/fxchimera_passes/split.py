@@ -19,6 +19,8 @@ from fxchimera_passes.captured import Captured, TensorMeta, info
 from fxchimera_passes.inplace import may_alias, written
 from fxchimera_passes.plan import Stage, StagePlan
 from fxchimera_passes.scope import call_in_scope, scope_of
+from fxchimera_passes.soundness import watched
+from fxchimera_passes.whole import module_at
 
 __all__ = ["StageGraph", "split", "stand_in"]
 
@@ -46,7 +48,7 @@ class StageGraph:
         holder = nn.Module()
         holder.training = root.training
         for name in self.modules:
-            _place(holder, name, root.get_submodule(name))
+            _place(holder, name, module_at(root, name))
         for name in self.attributes:
             if not any(name.startswith(f"{module}.") for module in self.modules):
                 _place(holder, name, _attribute(root, name))
@@ -59,7 +61,8 @@ class StageGraph:
             new.meta = dict(old.meta)
             if device is not None:
                 new.args, new.kwargs = _on_device((new.args, new.kwargs), device)
-        return fx.GraphModule(holder, graph, class_name=f"Stage{self.stage.index}")
+        check = watched(self.stage.index, len(self.stage.received), holder, graph)
+        return check(fx.GraphModule(holder, graph, class_name=f"Stage{self.stage.index}"))
 
 
 def split(captured: Captured, plan: StagePlan) -> tuple[StageGraph, ...]:

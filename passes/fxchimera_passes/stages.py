@@ -9,28 +9,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise, product
+from itertools import combinations, product
 
 from fxchimera_passes.analytic import NodeCosts
 from fxchimera_passes.assemble import assemble, owners
 from fxchimera_passes.atoms import Atoms, contract
-from fxchimera_passes.balance import Cut, cut, most_parts
+from fxchimera_passes.balance import Cut, cuts
 from fxchimera_passes.captured import Captured
+from fxchimera_passes.coarse import Division, divide, lend, shortage
 from fxchimera_passes.errors import PartitionError
+from fxchimera_passes.fitting import Room, candidates
 from fxchimera_passes.liveness import Liveness, sweep
-from fxchimera_passes.plan import Stage, StagePlan
+from fxchimera_passes.loops import with_loops
+from fxchimera_passes.plan import Load, Stage, StagePlan
 from fxchimera_passes.points import positions_of
 from fxchimera_passes.transfer import transfer
+from fxchimera_passes.trial import Trial
 
 __all__ = ["Score", "make_plan", "transfer"]
 
-Score = Callable[[Sequence[Stage]], float]
+Score = Callable[[Sequence[Load]], float]
+_Judge = Callable[[tuple[int, ...]], tuple[float, float]]  # what is too much, then seconds: the smallest pair wins
 
 # Relative loss of balance worth trying for fewer bytes; the first alone is used without a score.
 _SLACKS = (0.05, 0.0, 0.02, 0.1, 0.2)
-# A climb stops after so many nodes assembled over all tries: about a second of Python.
-_CLIMB_NODES = 400_000
 _CLIMB_TRIES = 200
+# With a limit on memory each try is assembled, so a climb stops after so many nodes over all tries: about a second of Python.
+_CLIMB_NODES = 400_000
+_CLIMBS_WITHIN_ROOM = 3  # the limit leaves islands of cuts that fit
+# A graph of so many pieces is balanced to a thousandth anyway; a search as long as that of a small one would take a second.
+_MANY_ATOMS = 20_000
+_FEW_TRIES = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +50,20 @@ class _Search:
     live: Liveness
     costs: NodeCosts
     atoms: Atoms
+    division: Division
 
-    def stages(self, cuts: Sequence[int]) -> tuple[Stage, ...]:
-        """The stages of a cut before each atom of ``cuts``."""
-        positions = [self.atoms.starts[a] for a in cuts]
-        return assemble(self.captured, self.live, self.costs, positions, owners(self.captured, self.live, positions))
+    def stages(self, cuts: Sequence[int]) -> tuple[tuple[Stage, ...], dict[str, int]]:
+        """The stages of a cut before each atom of ``cuts``, after those that compute nothing, and every parameter's owner."""
+        positions = [0] * self.division.empty + [self.atoms.starts[a] for a in cuts]
+        reads = self.atoms.reads
+        owner = lend(self.captured, self.live, positions, owners(self.captured, self.live, positions, reads))
+        stages = assemble(self.captured, self.live, self.costs, positions, owner, reads)
+        return with_loops(self.captured, self.live, stages), owner
+
+    def balanced(self, slacks: Sequence[float]) -> tuple[Cut, ...]:
+        """The most even cuts but for each of ``slacks``."""
+        division, atoms = self.division, self.atoms
+        return cuts(atoms.seconds, division.parts, slacks, crossing=atoms.crossing, counts=division.counts)
 
 
 def make_plan(
@@ -55,8 +73,11 @@ def make_plan(
     *,
     split_points: Sequence[str] = (),
     score: Score | None = None,
+    room: Room | None = None,
 ) -> StagePlan:
     """Assign every node to one of ``num_stages`` stages, each of which owns at least one parameter.
+
+    A model that has too few pieces gets stages that compute nothing; the plan's ``notes`` say so.
 
     Args:
         captured: the recording to cut.
@@ -64,29 +85,34 @@ def make_plan(
         num_stages: how many stages, at least 1.
         split_points: qualified names of the modules that begin stages 1, 2, ... instead of a balanced cut.
         score: predicted seconds of one step with these stages; the smallest wins.  Called some hundred times.
+        room: the memory of the ranks; a cut that does not fit is not made.
 
     Raises:
-        PartitionError: too few places to cut, a stage without a parameter, or split points that cannot be used.
+        PartitionError: fewer parameters than stages, split points that cannot be used, or no cut fits into ``room``.
     """
     if num_stages < 1:
         raise PartitionError(f"num_stages must be at least 1, got {num_stages}")
     live = sweep(captured)
     if not live.carried:
         raise PartitionError(f"nothing to cut into {num_stages} stages: the recorded forward runs no operation on a parameter")
-    search = _Search(captured, live, costs, contract(captured, live, costs))
+    atoms = contract(captured, live, costs)
+    division = Division(num_stages, 0, ()) if split_points else divide(captured, atoms, num_stages)
+    search = _Search(captured, live, costs, atoms, division)
     if split_points:
-        cuts: tuple[int, ...] = positions_of(captured, live, search.atoms, num_stages, split_points)
-        bound = _bound(search.atoms, num_stages)
+        chosen, bound = positions_of(captured, live, atoms, num_stages, split_points), _bound(atoms, num_stages)
     else:
-        best = _balanced(captured, search.atoms, num_stages, 0.0)
-        cuts, bound = _choose(search, num_stages, score), best.bound
-    positions = [search.atoms.starts[a] for a in cuts]
-    owner = owners(captured, live, positions)
-    stages = assemble(captured, live, costs, positions, owner)
-    _require_parameters(stages)
+        chosen, bound = _choose(search, score, room)
+    stages, owner = search.stages(chosen)
+    if room is not None and room.overrun(stages):
+        raise PartitionError(room.refusal(stages))
     bottleneck = max(stage.cost_seconds for stage in stages)
-    # the same sums in another order may differ in the last bit
-    return StagePlan(stages=stages, owner=owner, bottleneck_seconds=bottleneck, bound_seconds=min(bound, bottleneck))
+    return StagePlan(
+        stages=stages,
+        owner=owner,
+        bottleneck_seconds=bottleneck,
+        bound_seconds=min(bound, bottleneck),  # the same sums in another order may differ in the last bit
+        notes=(shortage(captured, live, atoms, division),) if division.empty else (),
+    )
 
 
 def _bound(atoms: Atoms, num_stages: int) -> float:
@@ -94,54 +120,42 @@ def _bound(atoms: Atoms, num_stages: int) -> float:
     return max(sum(atoms.seconds) / num_stages, max(atoms.seconds))
 
 
-def _balanced(captured: Captured, atoms: Atoms, num_stages: int, slack: float) -> Cut:
-    most = most_parts(len(atoms.seconds), counts=atoms.parameters)
-    if num_stages == 1:
-        return Cut((), sum(atoms.seconds), sum(atoms.seconds))
-    if most < num_stages:
-        closed = sorted(name for name in captured.report.closed if name)[:5]
-        hint = f"; recorded as one piece: {', '.join(closed)}" if closed else ""
-        owning = sum(count > 0 for count in atoms.parameters)
-        raise PartitionError(
-            f"{num_stages} stages were asked for, but the recorded forward can be cut into at most {most} that own a parameter "
-            f"each ({len(atoms.seconds)} cuttable pieces, {owning} of them with parameters of their own){hint}. "
-            f"Use num_stages={max(most, 1)} or fewer, or a model with more layers"
-        )
-    return cut(atoms.seconds, num_stages, crossing=atoms.crossing, counts=atoms.parameters, slack=slack)
+def _choose(search: _Search, score: Score | None, room: Room | None) -> tuple[tuple[int, ...], float]:
+    """The candidate with the best score among those that fit, climbed, and the balancer's bound.
+
+    One that does not fit is worse than any that does.
+    """
+    if (score is None and room is None) or search.division.parts == 1:
+        (found,) = search.balanced(_SLACKS[:1])
+        return found.positions, found.bound
+    many = len(search.atoms.starts) > _MANY_ATOMS
+    most = _FEW_TRIES if many else _CLIMB_TRIES
+    balanced = search.balanced(_SLACKS[:2] if many else _SLACKS)
+    trial = Trial.of(search.live, search.costs, search.atoms.starts, search.division)
+    starts = dict.fromkeys(cut.positions for cut in balanced)
+    starts[_climb(trial, balanced[0].positions, lambda cuts: (0.0, trial.pair_seconds(cuts)), most)] = None
+    if room is not None:
+        starts.update(dict.fromkeys(candidates(search.atoms, search.division.counts, search.division.empty, room)))
+
+    def judge(cuts: tuple[int, ...]) -> tuple[float, float]:
+        loads = trial.loads(cuts)
+        seconds = score(loads) if score is not None else max(load.cost_seconds for load in loads)
+        return room.overrun(search.stages(cuts)[0]) if room is not None else 0.0, seconds
+
+    tries = most if room is None else max(8, min(most, _CLIMB_NODES // len(search.live.nodes)))
+    tops = sorted(starts, key=judge)[: 1 if room is None else _CLIMBS_WITHIN_ROOM]
+    return min((_climb(trial, start, judge, tries) for start in tops), key=judge), balanced[0].bound
 
 
-def _choose(search: _Search, num_stages: int, score: Score | None) -> tuple[int, ...]:
-    """The candidate with the best score, climbed."""
-    if score is None or num_stages == 1:
-        return _balanced(search.captured, search.atoms, num_stages, _SLACKS[0]).positions
-    starts = dict.fromkeys(_balanced(search.captured, search.atoms, num_stages, slack).positions for slack in _SLACKS)
-    even = next(iter(starts))
-    starts[_climb(search.atoms, even, lambda cuts: _pair_cost(search.atoms, cuts), _CLIMB_TRIES)] = None
-
-    def judge(cuts: tuple[int, ...]) -> float:
-        return score(search.stages(cuts))
-
-    best = min(starts, key=judge)
-    tries = max(8, min(_CLIMB_TRIES, _CLIMB_NODES // len(search.live.nodes)))
-    return _climb(search.atoms, best, judge, tries)
-
-
-def _pair_cost(atoms: Atoms, cuts: tuple[int, ...]) -> float:
-    """Heaviest sum of the stages s and D-1-s, which share a rank when there are two directions; the heaviest stage breaks ties."""
-    edges = (0, *cuts, len(atoms.seconds))
-    seconds = [sum(atoms.seconds[a:b]) for a, b in pairwise(edges)]
-    return max(map(sum, zip(seconds, reversed(seconds), strict=True))) + 1e-3 * max(seconds)
-
-
-def _climb(atoms: Atoms, start: tuple[int, ...], judge: Callable[[tuple[int, ...]], float], tries: int) -> tuple[int, ...]:
+def _climb(trial: Trial, start: tuple[int, ...], judge: _Judge, tries: int) -> tuple[int, ...]:
     """Take the first move that the judge likes better, until there is none or ``judge`` was called ``tries`` times."""
     best, least, seen = start, judge(start), {start}
     improved = True
     while improved:
         improved = False
-        for shift in _moves(len(start)):
+        for shift in _moves(len(start), max(1, (len(trial.held) - 1) // _MANY_ATOMS * 10)):
             moved = tuple(cut + by for cut, by in zip(best, shift, strict=True))
-            if moved in seen or not _legal(atoms, moved):
+            if moved in seen or not trial.legal(moved):
                 continue
             if len(seen) >= tries:
                 return best
@@ -153,28 +167,14 @@ def _climb(atoms: Atoms, start: tuple[int, ...], judge: Callable[[tuple[int, ...
     return best
 
 
-def _moves(cuts: int) -> Iterator[tuple[int, ...]]:
-    """Shifts of the cuts, small changes first: one cut, all cuts from one on, any two cuts."""
-    for step in (-1, 1, -3, 3):
+def _moves(cuts: int, unit: int) -> Iterator[tuple[int, ...]]:
+    """Shifts of the cuts, in atoms, small changes first: one cut, all cuts from one on, any two cuts."""
+    for step in (-unit, unit, -3 * unit, 3 * unit):
         for at in range(cuts):
             yield tuple(step if i == at else 0 for i in range(cuts))
-    for step in (-1, 1):
+    for step in (-unit, unit):
         for at in range(cuts):
             yield tuple(step if i >= at else 0 for i in range(cuts))
-    for first, second in product((-1, 1), repeat=2):
+    for first, second in product((-unit, unit), repeat=2):
         for a, b in combinations(range(cuts), 2):
             yield tuple(first if i == a else second if i == b else 0 for i in range(cuts))
-
-
-def _legal(atoms: Atoms, cuts: tuple[int, ...]) -> bool:
-    edges = (0, *cuts, len(atoms.seconds))
-    return all(a < b and any(atoms.parameters[a:b]) for a, b in pairwise(edges))
-
-
-def _require_parameters(stages: Sequence[Stage]) -> None:
-    for stage in stages if len(stages) > 1 else ():
-        if not stage.owned:
-            raise PartitionError(
-                f"stage {stage.index} ({stage.nodes[0]!r} to {stage.nodes[-1]!r}) would own no parameter: every one that it reads "
-                "belongs to an earlier stage. Move its split point to a module with parameters of its own"
-            )

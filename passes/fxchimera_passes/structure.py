@@ -84,6 +84,10 @@ class Structure:
         found: dict[int, Path] = dict(_paths(self.spec, ()))
         return [found[index] for index in range(self.count)]
 
+    def constants(self) -> list[tuple[Path, Any]]:
+        """Return where each value sits that is no tensor and holds none, and the value."""
+        return list(_constants(self.spec, ()))
+
 
 def follow(value: Any, path: Path) -> Any:
     """Walk from ``value`` along ``path``."""
@@ -266,3 +270,11 @@ def _paths(spec: Any, path: Path) -> Iterator[tuple[int, Path]]:
     elif isinstance(spec, _Container):
         for step, part in zip(spec.steps, spec.parts, strict=True):
             yield from _paths(part, (*path, step))
+
+
+def _constants(spec: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    if isinstance(spec, _Constant):
+        yield path, spec.value
+    elif isinstance(spec, _Container):
+        for step, part in zip(spec.steps, spec.parts, strict=True):
+            yield from _constants(part, (*path, step))

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from fxchimera_passes.capture.interpret import GraphInterpreter
 from fxchimera_passes.captured import Captured, info
+from fxchimera_passes.whole import module_at
 
 __all__ = ["CountedTargets", "counted_targets"]
 
@@ -63,7 +64,7 @@ def _call(captured: Captured, node: fx.Node) -> tuple[fx.Node, fx.Node | str | N
         bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
         bound.apply_defaults()
         target, classes, ignore, reduction = (bound.arguments[name] for name in ("target", "weight", "ignore_index", "reduction"))
-    elif node.op == "call_module" and isinstance(module := captured.model.get_submodule(str(node.target)), _MODULES):
+    elif node.op == "call_module" and isinstance(module := module_at(captured.model, str(node.target)), _MODULES):
         target = node.args[1] if len(node.args) > 1 else node.kwargs["target"]
         classes = f"{node.target}.weight" if module.weight is not None else None
         ignore, reduction = module.ignore_index, module.reduction

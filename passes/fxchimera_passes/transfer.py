@@ -82,8 +82,9 @@ def _positions(captured: Captured, plan: StagePlan, live: Liveness) -> list[int]
         if name not in moving and anchors[name] in found
     ]
     kept = [*strong, *(pair for pair in _ascending(weak) if _fits(pair, strong))]
-    positions: list[int] = []
-    for number in range(len(plan.stages) - 1):
+    idle = next((stage.index for stage in plan.stages if stage.nodes), 0)
+    positions = [0] * idle  # the first stages compute nothing, here as there
+    for number in range(idle, len(plan.stages) - 1):
         low = max([place for place, stage in kept if stage <= number], default=live.carried[0] if live.carried else 0)
         high = min([place for place, stage in kept if stage > number], default=len(live.nodes) - 1)
         positions.append(_between(live, max([low + 1, *positions]), high))

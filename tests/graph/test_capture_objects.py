@@ -123,7 +123,9 @@ def test_a_tensor_smuggled_between_modules_is_refused_at_the_root():
         def forward(self, x):
             return x + box[0]
 
-    with pytest.raises(CaptureError, match=r"Take reads a tensor of shape .* that was not passed to it"):
+    with pytest.raises(
+        CaptureError, match=r"Take \(2\) reads a tensor of shape .*, made inside Put \(0\), that was not passed to it"
+    ):
         capture(nn.Sequential(Put(), nn.Linear(WIDTH, WIDTH).double(), Take()), (data(),), {})
 
 

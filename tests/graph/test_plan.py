@@ -41,10 +41,10 @@ def test_every_stage_has_work(costs, stages, bottleneck):
     assert plan.gap == 0.0
 
 
-@pytest.mark.parametrize(("layers", "stages"), [(3, 4), (1, 2)])
-def test_too_few_layers_names_both_numbers(layers, stages):
+@pytest.mark.parametrize(("layers", "stages"), [(3, 7), (1, 3)])
+def test_too_few_parameters_names_both_numbers(layers, stages):
     _, captured, seconds = chain(*[1.0] * layers)
-    with pytest.raises(PartitionError, match=rf"{stages} stages were asked for.*at most {layers}.*num_stages={layers}"):
+    with pytest.raises(PartitionError, match=rf"{stages} stages were asked for.*has {2 * layers} parameters.*num_stages={layers}"):
         make_plan(captured, seconds, stages)
 
 
@@ -62,7 +62,8 @@ def test_the_zoo_is_cut_into_a_chain(name, num_stages):
     for stage in plan.stages:
         for parameter in stage.parameters:
             first.setdefault(parameter, stage.index)
-    assert all(plan.owner[parameter] == stage for parameter, stage in first.items())
+    for parameter, stage in first.items():  # the first reader owns it, unless it is lent to a stage that has no other
+        assert plan.owner[parameter] == stage or plan.stages[plan.owner[parameter]].owned == (parameter,)
     assert plan.bound_seconds <= plan.bottleneck_seconds <= 1.1 * plan.bound_seconds
 
 
@@ -142,10 +143,10 @@ def test_split_points_that_cannot_be_used_are_named(points, stages, message):
         make_plan(captured, analytic(captured), stages, split_points=points)
 
 
-def test_a_stage_without_parameters_is_refused_by_name():
+def test_split_points_that_leave_more_stages_than_parameters_are_refused():
     captured = trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Tanh()), torch.randn(2, 4))
-    with pytest.raises(PartitionError, match=r"stage 1 \('_1' to '_2'\) would own no parameter"):
-        make_plan(captured, analytic(captured), 2, split_points=["1"])
+    with pytest.raises(PartitionError, match=r"stage 2 would own no parameter: the model has 2"):
+        make_plan(captured, analytic(captured), 3, split_points=["1", "2"])
 
 
 def test_pinned_nodes_stay_together():
@@ -156,8 +157,6 @@ def test_pinned_nodes_stay_together():
     assert [stage.nodes for stage in plan.stages] == [("_0",), ("_1", "_2"), ("_3",)]
     with pytest.raises(PartitionError, match=r"cannot be cut where '2' begins.*'_1' to '_2'"):
         make_plan(captured, costs, 2, split_points=["2"])
-    with pytest.raises(PartitionError, match="at most 3"):
-        make_plan(captured, costs, 4)
 
 
 class Pair(nn.Module):
@@ -214,9 +213,9 @@ def test_the_score_decides_between_candidates():
     _, captured, seconds = chain(1, 1, 1, 1, 1, 1, 1, 1)
     asked = []
 
-    def uneven(stages):
-        asked.append(stages)
-        return abs(len(stages[0].nodes) - 4) + abs(len(stages[1].nodes) - 2)
+    def uneven(loads):
+        asked.append(loads)
+        return abs(loads[0].cost_seconds - 4) + abs(loads[1].cost_seconds - 2)
 
     plan = make_plan(captured, seconds, 4, score=uneven)
     assert [len(stage.nodes) for stage in plan.stages] == [4, 2, 1, 1]

@@ -26,6 +26,8 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from fxchimera_passes.soundness import checked_reads
+
 __all__ = ["Pool"]
 
 _ROOT = Path(__file__).parents[2]
@@ -130,7 +132,7 @@ def _serve(connection: multiprocessing.connection.Connection, dump: Path) -> Non
                 function, args, environment = pickle.loads(connection.recv_bytes())
             except EOFError:
                 return
-            with _environment(environment):
+            with _environment(environment), checked_reads():
                 try:
                     answer = (True, function(*args))
                 except BaseException:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import fx, nn
 
 from fxchimera_passes.capture.recorder import Recorder
+from fxchimera_passes.capture.snapshots import snapshot_buffers
 from fxchimera_passes.captured import Captured, CaptureReport, info
 from fxchimera_passes.structure import Structure
 
@@ -24,6 +25,8 @@ def finish(
     writer = recorder.writer
     _eliminate(writer.graph, writer.keep_alive)
     writer.empty_again()
+    treated = snapshot_buffers(writer, grad_enabled=recorder.grad_enabled)
+    writer.pins += [(writer.order[alias], end) for alias, end in writer.stale if writer.storage.get(alias) not in treated]
     nodes = [node for node in writer.graph.nodes if node.op != "output"]
     ranges = _surviving(writer.pins, [writer.order[node] for node in nodes])
     ranges += _objects(nodes) + _buffers(nodes)

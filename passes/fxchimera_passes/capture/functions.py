@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from fxchimera_passes._torch import VALUE_NEEDED, CheckpointFunction, in_transform
+from fxchimera_passes._torch import VALUE_NEEDED, CheckpointFunction, in_transform, storage_key
 from fxchimera_passes.capture.lines import user_line
+from fxchimera_passes.capture.partly import PARTLY, own_dependencies
 from fxchimera_passes.capture.reads import READS
 from fxchimera_passes.capture.signals import NeedClose
 from fxchimera_passes.capture.sizes import sized_by_inputs
@@ -35,6 +36,7 @@ _SETTERS = frozenset(["__set__", "requires_grad_"])
 _EFFECTS = _SETTERS | frozenset(
     ["__setitem__", "__delitem__", "register_hook", "retain_grad", "register_post_accumulate_grad_hook"]
 )
+_FAILURES: tuple[type[Exception], ...] = (*VALUE_NEEDED, RuntimeError)
 _QUERIES = frozenset(
     ["size", "dim", "stride", "__len__", "numel", "is_contiguous", "is_floating_point", "is_complex", "ndimension"]
 )
@@ -64,7 +66,7 @@ class FunctionRule(TorchFunctionMode):
             if name in READS:
                 return self.recorder.reads.read(func, args, kwargs)
             if name == "backward":
-                raise NeedClose(inside, "backward() is called inside the forward", user_line())
+                raise NeedClose(inside, "backward() is called inside the forward", user_line(), fatal=True)
             if name in ("__iter__", "__reversed__") and args and isinstance(args[0], Tensor):
                 rows = self._record(torch.unbind, "unbind", (args[0], 0), {})
                 return iter(rows if name == "__iter__" else rows[::-1])
@@ -76,7 +78,9 @@ class FunctionRule(TorchFunctionMode):
         with self.recorder.watch.node() as seen:
             try:
                 result = func(*args, **kwargs)
-            except VALUE_NEEDED as error:
+            except _FAILURES as error:
+                if not isinstance(error, VALUE_NEEDED) and name not in PARTLY:
+                    raise
                 result = sized_by_inputs(self.recorder, func, args, kwargs)
                 if result is not None:
                     return self._note(func, name, args, kwargs, result, seen, before)
@@ -107,7 +111,7 @@ class FunctionRule(TorchFunctionMode):
         if name in _EFFECTS:
             writer.keep_alive.add(node)
         order_reads(writer, node, changed, result)
-        writer.bind_result(node, result)
+        writer.bind_result(node, result, own_dependencies(writer, func, arguments[0]))
         if func is torch.autograd.grad:  # differentiates through everything that its inputs were used for
             writer.pin(min(node.all_input_nodes, key=writer.order.__getitem__), node)
         return result
@@ -141,8 +145,11 @@ class FunctionRule(TorchFunctionMode):
         with recorder.pause():
             recorder.check_hooks()
             before = versions(args, kwargs)
-            with recorder.watch.node() as seen, recorder.unobserved():
+            given = {storage_key(tensor) for tensor in flatten((args, kwargs))[0]}
+            with recorder.watch.node(known=given) as seen, recorder.unobserved():
                 result = original(*args, **kwargs)
+                recorder.watch.check(flatten(result)[0])
+            recorder.refuse_smuggled(f"{cls.__name__}.apply", seen)
             arguments = writer.convert(args), writer.convert(kwargs)
             node = writer.graph.call_function(FunctionApply(cls), *arguments)
             changed = written_since(before, seen)

@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 
 from fxchimera_passes.captured import Captured
 from fxchimera_passes.scope import scope_of
+from fxchimera_passes.whole import module_at
 
 __all__ = ["GraphInterpreter", "interpret"]
 
@@ -26,6 +27,10 @@ class GraphInterpreter(fx.Interpreter):
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Return a constant of the recording, else the model's own attribute."""
         return self.constants[target] if target in self.constants else super().get_attr(target, args, kwargs)
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call a submodule, or the model itself where it is recorded as one call."""
+        return module_at(self.module, target)(*args, **kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node in its own surroundings."""

@@ -9,7 +9,7 @@ import types
 
 import torch
 
-__all__ = ["first_line", "in_distributions", "line_of", "user_line"]
+__all__ = ["first_line", "in_distributions", "line_of", "outside_torch", "user_line"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -39,6 +39,11 @@ def in_distributions() -> bool:
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_DISTRIBUTIONS)
+
+
+def outside_torch(frame: types.FrameType) -> bool:
+    """Tell whether ``frame`` runs the user's code, or a library's, but not torch's or ours."""
+    return not _is_ours(frame.f_code.co_filename)
 
 
 def _is_ours(name: str) -> bool:

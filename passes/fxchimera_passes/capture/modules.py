@@ -14,12 +14,14 @@ from fxchimera_passes._torch import call_uncompiled, in_transform, storage_key, 
 from fxchimera_passes.capture.containers import Filled, note_filled
 from fxchimera_passes.capture.lines import user_line
 from fxchimera_passes.capture.signals import NeedClose
+from fxchimera_passes.capture.snapshots import unlike
 from fxchimera_passes.capture.state import Attributes, changed_attributes, plain_state
 from fxchimera_passes.capture.targets import rebind
 from fxchimera_passes.capture.watch import Seen
 from fxchimera_passes.capture.writes import order_reads, versions, written_since
 from fxchimera_passes.captured import info
 from fxchimera_passes.structure import flatten
+from fxchimera_passes.whole import WHOLE
 
 if TYPE_CHECKING:
     from fxchimera_passes.capture.recorder import Recorder
@@ -43,13 +45,13 @@ class ModuleRule:
         opened = recording and name in recorder.opened
         if recording:
             recorder.check_frame()
-        caller, flops, moved = recorder.frames.innermost.name, recorder.watch.flops, recorder.watch.moved
+        caller, before = recorder.frames.innermost.name, recorder.watch.mark()
         with recorder.frames.enter(module, name, opened=opened):
             if not recording:
                 result = call_uncompiled(module, args, kwargs)
             else:
                 result = self._open(module, name, args, kwargs) if opened else self._whole(module, name, args, kwargs)
-        recorder.profile.note(name, caller, recorder.watch.flops - flops, recorder.watch.moved - moved)
+        recorder.profile.note(name, caller, *(now - then for now, then in zip(recorder.watch.mark(), before, strict=True)))
         return result
 
     def _open(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -66,6 +68,7 @@ class ModuleRule:
                 what = f"forward sets attributes {', '.join((*changed, *rebound))}"
                 raise NeedClose(module, what, user_line())
             if changed:
+                self.recorder.attributes.note(module, name, changed)
                 self.recorder.stateful[name] = changed
                 self.recorder.notes.append(f"the model's forward sets {', '.join(changed)}, which a pipelined step does not do")
             self._write_back(module, rebound)
@@ -73,13 +76,20 @@ class ModuleRule:
 
     def _write_back(self, module: nn.Module, rebound: list[str]) -> None:
         """``self.mean = new`` in the model's own forward: write the new value into the old buffer at the end."""
-        writer = self.recorder.writer
+        recorder, writer = self.recorder, self.recorder.writer
+        values = writer.names.slots([module])
         for slot in rebound:
-            value = writer.names.slots([module])[slot]
-            old = self.recorder.original_buffers.get(slot)
+            old = recorder.original_buffers.get(slot)
             if old is None:
-                raise NeedClose(module, f"forward makes a new buffer {slot}", user_line())
-            buffer = writer.attribute(slot, old)
+                raise NeedClose(module, f"forward makes a new buffer {slot}", user_line(), fatal=True)
+            why = unlike(old, values[slot])
+            shared = [other for other in values if other not in rebound and values[other] is values[slot]]
+            shared += [other for other, tensor in recorder.original_buffers.items() if tensor is old and other not in rebound]
+            if why or shared:
+                what = why or f"the tensor of {shared[0]}, or one for both,"
+                raise NeedClose(module, f"forward puts {what} in the place of the buffer {slot}", user_line(), fatal=True)
+        for slot in rebound:
+            buffer, value = writer.attribute(slot, recorder.original_buffers[slot]), values[slot]
             node = writer.graph.call_function(rebind, (buffer, writer.node_of(value)))
             writer.add(node, value=value, depends=writer.depends(node.args), writes=(slot,))
 
@@ -94,16 +104,17 @@ class ModuleRule:
             counts = {id(tensor): version(tensor) for tensor in slots.values()}
             with recorder.watch.node(module, self._reachable(module, args, kwargs)) as seen:
                 result = recorder.run(module, args, kwargs)
+                recorder.watch.check(flatten((result, args, kwargs))[0])
             if recorder.host.moved():
                 seen.random.insert(0, recorder.frames.host_key())
-            self._check_smuggled(module, seen)
+            recorder.refuse_smuggled(f"{type(module).__name__} ({name})", seen)
             self._note_state(module, states)
             left = (result, args, kwargs) if filled.collect() else result
             seen.read.update(storage_key(tensor) for tensor in flatten(left)[0])
             given, changed = filled.rebuild(writer, arguments), written_since(before, seen)
-            parameters, buffers = self._reads(module, seen, arguments)
+            parameters, buffers = self._reads(module, seen, (args, kwargs))
             node = writer.add(
-                writer.graph.call_module(name, tuple(arguments[0]), arguments[1]),
+                writer.graph.call_module(name or WHOLE, tuple(arguments[0]), arguments[1]),
                 value=result,
                 depends=self._depends(arguments, seen, parameters, buffers),
                 seen=seen,
@@ -135,8 +146,7 @@ class ModuleRule:
         """Name the parameters and buffers of the subtree, and others that the call read without being given them."""
         names = self.recorder.writer.names
         parameters, buffers = names.inside(module)
-        passed: set[str | Any] = set()
-        fx.map_arg(arguments, lambda node: passed.add(node.target) if node.op == "get_attr" else None)
+        passed = {names.tensor(tensor) for tensor in flatten(arguments)[0]}
         for identity in seen.named:
             for table, found in ((names.parameters, parameters), (names.buffers, buffers)):
                 name = table.get(identity)
@@ -152,18 +162,16 @@ class ModuleRule:
         tensors = [*flatten((args, kwargs))[0], *module.parameters(), *module.buffers()]
         return {storage_key(tensor) for tensor in tensors}
 
-    def _check_smuggled(self, module: nn.Module, seen: Seen) -> None:
-        if seen.smuggled:
-            shape = tuple(seen.smuggled[0].shape)
-            reason = f"{type(module).__name__} reads a tensor of shape {shape} that was not passed to it"
-            raise NeedClose(self.recorder.frames.opened.module, reason, user_line())
-
     def _note_state(self, module: nn.Module, states: Mapping[int, Attributes]) -> None:
+        recorder = self.recorder
         for inner in module.modules():
             changed = changed_attributes(inner, states[id(inner)]) if id(inner) in states else ()
             if changed:
-                self.recorder.stateful[self.recorder.writer.names.modules.get(id(inner), "")] = changed
-                self.recorder.effectful.add(module)
+                name = recorder.writer.names.modules.get(id(inner))
+                if name is not None:
+                    recorder.attributes.note(inner, name, changed)
+                recorder.stateful[name or ""] = changed
+                recorder.effectful.add(module)
 
     def _writes(self, module: nn.Module, seen: Seen, slots: Mapping[str, Tensor], counts: Mapping[int, int]) -> tuple[str, ...]:
         writer, names = self.recorder.writer, self.recorder.writer.names

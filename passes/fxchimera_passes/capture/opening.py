@@ -45,19 +45,23 @@ def _only_collects(hook: Any) -> bool:
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
-def choose(profile: Profile, model: nn.Module, closed: Collection[str], *, num_stages: int, grain: float) -> Mapping[str, str]:
-    """Return the modules to open, by qualified name, with the reason."""
-    opened = {"": "the model itself"}
-    if num_stages == 1:
-        return opened
+def choose(
+    profile: Profile, model: nn.Module, closed: Collection[str], opened: Collection[str], *, limit: float
+) -> Mapping[str, str]:
+    """Return the modules to open beside the ``opened`` ones, by qualified name, with the reason.
+
+    One is opened when a call of it does more than ``limit`` of the work; a limit of 1 or more opens none.
+    """
+    found, within = dict[str, str](), {*opened}
     for name, module in model.named_modules():  # parents come before their children
         callers = profile.callers.get(name, {}).keys()
-        if not name or name in closed or not callers & opened.keys() or not can_open(module):
+        if name in closed or name in opened or callers.isdisjoint(within) or not can_open(module):
             continue
         share = profile.share(name)
-        if share > grain / num_stages and any(True for _ in module.children()):
-            opened[name] = f"one call does {share:.0%} of the work, more than {grain / num_stages:.0%}"
-    return opened
+        if share > limit and any(True for _ in module.children()):
+            found[name] = f"one call does {share:.0%} of the work, more than {limit:.0%}"
+            within.add(name)
+    return found
 
 
 def choose_around(profile: Profile, model: nn.Module, closed: Mapping[str, str], points: Collection[str]) -> dict[str, str]:

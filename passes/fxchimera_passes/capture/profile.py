@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fxchimera_passes.analytic import seconds_of
+
 __all__ = ["Profile"]
 
 
 @dataclass(slots=True)
 class Profile:
-    """The heaviest call of each module: flops, bytes moved, and from which modules it is called, the first one first."""
+    """The heaviest call of each module: estimated seconds, operators run, and which modules call it, the first one first."""
 
-    flops: dict[str, float] = field(default_factory=dict)
-    moved: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    operators: dict[str, float] = field(default_factory=dict)
     callers: dict[str, dict[str, None]] = field(default_factory=dict)
 
-    def note(self, name: str, caller: str, flops: float, moved: float) -> None:
-        """Count one call of the module ``name`` that the module ``caller`` made."""
-        self.flops[name] = max(self.flops.get(name, 0.0), flops)
-        self.moved[name] = max(self.moved.get(name, 0.0), moved)
+    def note(self, name: str, caller: str, flops: float, moved: float, operators: float) -> None:
+        """Count one call of the module ``name`` that the module ``caller`` made: its operations, bytes moved, and operators."""
+        self.seconds[name] = max(self.seconds.get(name, 0.0), seconds_of(flops, moved))
+        self.operators[name] = max(self.operators.get(name, 0.0), operators)
         self.callers.setdefault(name, {})[caller] = None
 
     def share(self, name: str) -> float:
-        """Return the part of the whole forward's work that one call of the module does."""
-        table = self.flops if self.flops.get("") else self.moved
-        return table.get(name, 0.0) / (table.get("") or 1.0)
+        """Return the part of the whole forward's work that one call of the module does.
+
+        Each operator costs something to start, however little it does, so their number counts where it is the larger part.
+        """
+        parts = ((table.get(name, 0.0), table.get("") or 1.0) for table in (self.seconds, self.operators))
+        return max(part / whole for part, whole in parts)

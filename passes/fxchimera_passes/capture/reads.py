@@ -2,7 +2,8 @@
 
 The recording follows one answer.  A value that depends on the inputs only becomes a guard, computed again from every batch; so does
 one that is drawn at random, because the keyed randomness of a micro-batch is known before it runs; one that depends on nothing is
-always the same; one that depends on parameters or buffers cannot be recorded here, and the module that reads it has to stay whole.
+always the same.  A yes or no, or an integer, that depends on parameters or buffers is assumed, and a node checks it in every run;
+any other such value cannot be recorded here, and the module that reads it has to stay whole.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxchimera_passes._torch import real_values
+from fxchimera_passes.assumed import Check
 from fxchimera_passes.capture.drawn import Drawn
 from fxchimera_passes.capture.interpret import GraphInterpreter
 from fxchimera_passes.capture.lines import in_distributions, user_line
+from fxchimera_passes.capture.partly import stand_ins
+from fxchimera_passes.capture.paths import MOST_READS, UNKNOWN, Guesses, Path, answer_kind
 from fxchimera_passes.capture.signals import NeedClose
 from fxchimera_passes.capture.writer import GraphWriter
-from fxchimera_passes.captured import Guard, info
+from fxchimera_passes.captured import Answer, Guard, info
 from fxchimera_passes.keyed import named_microbatch
 
 __all__ = ["READS", "Reads"]
@@ -91,11 +95,22 @@ class Reads:
     """The rule for one recording; ``real_inputs`` are the caller's own tensors in placeholder order.
 
     With ``lean`` every even draw between 0 and 1 that is read gives this number; ``drew`` tells that random values were read.
+    ``path`` tells the answers that depend on parameters, if the opened module that asks is one which ``may_assume`` names.
     """
 
-    def __init__(self, writer: GraphWriter, model: nn.Module, real_inputs: Sequence[Tensor], lean: float | None = None) -> None:
+    def __init__(
+        self,
+        writer: GraphWriter,
+        model: nn.Module,
+        real_inputs: Sequence[Tensor],
+        lean: float | None = None,
+        *,
+        path: Path = UNKNOWN,
+        may_assume: Callable[[str], bool] = bool,
+    ) -> None:
         self.writer, self.model, self.lean = writer, model, lean
         self.real_inputs = tuple(real_inputs)
+        self.guesses, self.may_assume = Guesses(path), may_assume
         self.guards: list[Guard] = []
         self.drew = False
 
@@ -107,7 +122,13 @@ class Reads:
         arguments = (self.writer.convert(args), self.writer.convert(dict(kwargs)))
         depends = self.writer.depends(arguments)
         if depends - {"input", "random"}:
+            kind = answer_kind(function, args)
+            assumes = kind is not None and self.may_assume(inside.name)
+            if kind is not None and assumes and not self.guesses.endless:
+                return self._assume(function, arguments, kind, f"{name}() in {type(inside.module).__name__}", line)
             reason = f"{name}() reads a value that depends on {' and '.join(sorted(depends))}"
+            if assumes:
+                reason += f", and after {MOST_READS} such reads the forward has not ended"
             raise NeedClose(inside.module, reason, line)
         if "input" in depends and any(tensor.is_meta for tensor in self.real_inputs):
             raise NeedClose(inside.module, f"{name}() reads an input's value, but the example inputs are meta tensors", line)
@@ -122,6 +143,28 @@ class Reads:
         if depends:
             self.guards.append(Guard(description=text, line=line, expected=_comparable(value), evaluate=replay))
         return value
+
+    def _assume(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], kind: type[bool] | type[int], text: str, line: str
+    ) -> Answer:
+        """Take the next answer, and check it as soon as it can be computed."""
+        writer = self.writer
+        assumption = self.guesses.take(kind, text, line)
+        operands: list[fx.Node] = []
+        fx.map_arg(arguments, operands.append)
+        latest = max(operands, key=writer.order.__getitem__)
+        writes = [write for node in operands for write in writer.writes_to.get(writer.storage.get(node), ())]
+        if any(writer.order[write] > writer.order[latest] for write in writes):  # there the operand was another value
+            node = writer.graph.call_function(Check(function, assumption), *arguments)
+            writer.add(node, depends=writer.depends(arguments))
+        else:
+            with writer.graph.inserting_after(latest):
+                node = writer.graph.call_function(Check(function, assumption), *arguments)
+            writer.add(node, depends=writer.depends(arguments))
+            writer.order[node] = writer.order[latest]
+            writer.pins.append((writer.order[latest], writer.order[latest]))
+        writer.keep_alive.add(node)
+        return assumption.answer
 
     def guard(self, description: str, evaluate: Callable[[tuple[Tensor, ...]], Any]) -> None:
         """Let the recording hold for what ``evaluate`` gives now."""
@@ -142,6 +185,7 @@ class Reads:
 
     def replay(self, function: Callable[..., Any], arguments: Any, filled: Mapping[fx.Node, int]) -> _Replay:
         """Prepare to compute ``function`` of the nodes in ``arguments``; those in ``filled`` are tensors full of that number."""
+        filled = {**stand_ins(arguments), **filled}
         needed = self._needed(arguments, filled)
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["run_closed"]
 
+_HOOKS_REFUSED = "support saved tensor hooks"  # what transforms of torch.func say (torch 2.13)
+
 
 def run_closed(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``module`` on fake tensors; if that fails, on real ones.
@@ -30,11 +32,26 @@ def run_closed(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kwa
     Raises:
         Exception: what the module raises on real tensors too.
     """
+    watch, frames = recorder.watch.mark(), recorder.frames.mark()
+    try:
+        return _run(recorder, module, args, kwargs)
+    except RuntimeError as error:
+        if _HOOKS_REFUSED not in str(error):
+            raise
+        recorder.watch.rewind(watch)
+        recorder.frames.rewind(frames)
+        with recorder.watch.saved.unhooked():
+            return _run(recorder, module, args, kwargs)
+
+
+def _run(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors, structure = flatten((args, kwargs), fresh=True)
     watch, frames = recorder.watch.mark(), recorder.frames.mark()
     try:
         return call_uncompiled(module, args, kwargs)
     except Exception as error:
+        if _HOOKS_REFUSED in str(error):
+            raise
         cause = f"{type(error).__name__}: {first_line(error)}"
         recorder.notes.append(f"{type(module).__name__} was run on real tensors ({cause})")
         recorder.watch.rewind(watch)
@@ -66,6 +83,8 @@ class _RealRun:
             for inner in self.module.modules():
                 stack.enter_context(override_tables(inner, self.copy))
             counts = {key: version(copy) for key, (_, copy) in self.copies.items()}
+            held = {storage_key(copy): fake for fake, copy in self.copies.values()}
+            stack.enter_context(recorder.watch.saved.real_run(held))
             stack.enter_context(recorder.watch)
             args, kwargs = structure.rebuild(given)
             result = call_uncompiled(self.module, args, kwargs)
@@ -73,6 +92,7 @@ class _RealRun:
         self._note_writes(counts, {id(tensor) for tensor in rebound})
         returned, out = flatten(result)
         back = {id(copy): fake for fake, copy in self.copies.values()}
+        recorder.watch.check(t for t in returned if id(t) not in back)
         return out.rebuild([back[id(t)] if id(t) in back else self._fake(t) for t in returned])
 
     def copy(self, tensor: Tensor) -> Tensor:
@@ -99,6 +119,9 @@ class _RealRun:
 
     def _fake(self, tensor: Tensor) -> Tensor:
         fake = fake_of(tensor.detach(), self.recorder.mode, self.recorder.device)
+        if self.recorder.watch.seen.known is not None:
+            self.recorder.watch.seen.known.add(storage_key(fake))
+        self.recorder.watch.give(fake)
         with self.recorder.mode, torch.enable_grad():
             return fake.requires_grad_().view_as(fake) if tensor.requires_grad else fake
 

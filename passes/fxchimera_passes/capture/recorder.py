@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fxchimera_passes._torch import FakeTensorMode, saved_tensor_hook, without
+from fxchimera_passes.capture.attributes import AttributeRule
 from fxchimera_passes.capture.fakes import fake_of
 from fxchimera_passes.capture.frames import Frames
 from fxchimera_passes.capture.functions import FunctionRule
@@ -20,15 +22,16 @@ from fxchimera_passes.capture.lines import user_line
 from fxchimera_passes.capture.modules import ModuleRule
 from fxchimera_passes.capture.names import Names
 from fxchimera_passes.capture.patches import patched
+from fxchimera_passes.capture.paths import UNKNOWN, Path
 from fxchimera_passes.capture.profile import Profile
 from fxchimera_passes.capture.reads import Reads
 from fxchimera_passes.capture.realrun import run_closed
-from fxchimera_passes.capture.signals import NeedSeed
+from fxchimera_passes.capture.signals import NeedClose, NeedSeed
 from fxchimera_passes.capture.state import HostDraws
 from fxchimera_passes.capture.transforms import TransformRule
-from fxchimera_passes.capture.watch import Watch
+from fxchimera_passes.capture.watch import Seen, Watch
 from fxchimera_passes.capture.writer import GraphWriter
-from fxchimera_passes.captured import RandomKey
+from fxchimera_passes.captured import Assumption, RandomKey, info
 from fxchimera_passes.keyed import seed_host, seed_now
 from fxchimera_passes.structure import Structure, flatten
 
@@ -51,7 +54,8 @@ class Recorder:
     ``opened`` are qualified names; ``real`` maps the identity of a fake parameter or
     buffer to the model's own tensor.  ``stateful`` and ``notes`` go into the report; ``effectful`` are modules whose call must not
     be left out even when nobody reads its result; ``host`` notices draws that are not torch's.  Modules in ``seeded`` draw such
-    numbers from a key of their call, which goes into ``host_keys``.  ``lean`` is what even draws read into Python give.
+    numbers from a key of their call, which goes into ``host_keys``.  ``lean`` is what even draws read into Python give; ``path``
+    and ``may_assume`` are for :class:`Reads`, ``parked`` for :class:`AttributeRule`.
     """
 
     def __init__(
@@ -64,6 +68,9 @@ class Recorder:
         *,
         seeded: Collection[str] = (),
         lean: float | None = None,
+        path: Path = UNKNOWN,
+        may_assume: Callable[[str], bool] = bool,
+        parked: Mapping[str, Iterable[str]] = MappingProxyType({}),
     ) -> None:
         self.model, self.opened, self.mode, self.device = model, frozenset(opened), mode, device
         self.real, self.seeded, self.lean = real, frozenset(seeded), lean
@@ -76,11 +83,13 @@ class Recorder:
         names = Names(model)
         self.original_buffers: dict[str, Tensor] = names.slots(model.modules())
         self.watch = Watch(self.frames.draw, lambda tensor: names.tensor(tensor) is not None)
-        self.writer = GraphWriter(names, self.frames, self.watch.makers, device)
+        self.watch.saved.leave_out([*model.parameters(), *model.buffers()])
+        self.writer = GraphWriter(names, self.frames, self.watch, device)
         self.functions = FunctionRule(self)
         self.modules = ModuleRule(self)
         self.transforms = TransformRule(self)
-        self.reads = Reads(self.writer, model, ())
+        self.attributes = AttributeRule(self, parked)
+        self.reads = Reads(self.writer, model, (), lean, path=path, may_assume=may_assume)
         self.stateful: dict[str, tuple[str, ...]] = {}
         self.notes: list[str] = []
         self.effectful: set[nn.Module] = set()
@@ -133,6 +142,30 @@ class Recorder:
             f"{what} at {line} saves no memory, as the calls of {owner} are recorded one by one: move that region into a submodule"
         )
 
+    def refuse_smuggled(self, reader: str, seen: Seen) -> None:
+        """Notice that a call read a tensor without having been given it.
+
+        Raises:
+            NeedClose: it did: where the recording is cut, it would read another micro-batch's, or none.
+        """
+        if seen.smuggled:
+            (tensor, line), names = seen.smuggled[0], self.writer.names
+            maker = self.watch.makers.get(id(tensor))
+            made = f", made inside {type(maker).__name__} ({names.modules.get(id(maker), '')})" if maker is not None else ""
+            shape = tuple(tensor.shape)
+            reason = f"{reader} reads a tensor of shape {shape}{made}, that was not passed to it; pass it as an argument"
+            raise NeedClose(self.frames.opened.module, reason, line, fatal=True)
+
+    @property
+    def assumed(self) -> list[Assumption]:
+        """The answers taken so far for values that depend on parameters."""
+        return self.reads.guesses.taken
+
+    @property
+    def parameters_read(self) -> list[str]:
+        """The parameters that the nodes so far read, in their order."""
+        return [name for node in self.writer.graph.nodes for name in info(node).parameters]
+
     def unobserved(self) -> AbstractContextManager[Any]:
         """Take the function mode away, so that torch takes the paths it takes in a plain run."""
         return without(self.functions)
@@ -144,13 +177,15 @@ class Recorder:
 
     def record(self, inputs: Sequence[Tensor], structure: Structure) -> Structure:
         """Record one forward on the real ``inputs``, arranged by ``structure``; return the output's structure."""
-        self.reads = Reads(self.writer, self.model, inputs, self.lean)
+        self.reads.real_inputs = tuple(inputs)
         fakes = [fake_of(tensor, self.mode, self.device) for tensor in inputs]
+        self.watch.saved.leave_out(fakes)
         for index, fake in enumerate(fakes):
             self.writer.placeholder(index, fake)
         args, kwargs = structure.rebuild(fakes)
         readable = values_readable(self.reads.readable)
-        with self.mode, patched(self.modules, self.functions.apply, self.transforms.vmap), readable, self.watch, self.functions:
+        patches = patched(self.modules, self.functions.apply, self.transforms.vmap)
+        with self.mode, patches, self.attributes.installed(), readable, self.watch, self.functions:
             output = self.model(*args, **kwargs)
         tensors, out = flatten(output)
         self.writer.graph.output(tuple(self.writer.node_of(tensor) for tensor in tensors))

@@ -11,11 +11,15 @@ __all__ = ["NeedClose", "NeedOpen", "NeedSeed"]
 
 
 class NeedClose(BaseException):
-    """``module`` was opened and must be recorded as one call; at the root this is an error for the user."""
+    """``module`` was opened and must be recorded as one call.
 
-    def __init__(self, module: nn.Module, reason: str, line: str) -> None:
+    At the root this is an error for the user, or costs the cut; with ``fatal`` it is an error always, as the model itself would not
+    run right as one call either.
+    """
+
+    def __init__(self, module: nn.Module, reason: str, line: str, *, fatal: bool = False) -> None:
         super().__init__(reason)
-        self.module, self.reason, self.line = module, reason, line
+        self.module, self.reason, self.line, self.fatal = module, reason, line, fatal
 
 
 class NeedOpen(BaseException):

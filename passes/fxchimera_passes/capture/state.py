@@ -11,7 +11,7 @@ import pickle
 import random
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ __all__ = [
     "HostDraws",
     "changed_attributes",
     "generators_untouched",
+    "holders",
     "model_untouched",
     "plain_state",
     "without_cache",
@@ -54,10 +55,18 @@ def model_untouched(model: nn.Module, *, settle: bool = False) -> Iterator[None]
 
     With ``settle``, what a first call installs stays: hooks, and flags (attributes that are None, a bool or a string now).
     """
-    kept = [(holder, dict(vars(holder)), _containers(holder, hooks=not settle)) for holder in _holders(model)]
+    restore = remembered(model, settle=settle)
     try:
         yield
     finally:
+        restore()
+
+
+def remembered(model: nn.Module, *, settle: bool = False) -> Callable[[], None]:
+    """Note every module's attributes, and the containers in them; the function returned puts them back."""
+    kept = [(holder, dict(vars(holder)), _containers(holder, hooks=not settle)) for holder in holders(model)]
+
+    def restore() -> None:
         for holder, attributes, containers in kept:
             now = vars(holder)
             stays = {name for name, value in now.items() if settle and (value is None or isinstance(value, (bool, str)))}
@@ -67,9 +76,11 @@ def model_untouched(model: nn.Module, *, settle: bool = False) -> Iterator[None]
             for original, contents in containers:
                 _refill(original, contents)
 
+    return restore
 
-def _holders(model: nn.Module) -> list[Any]:
-    """List the modules, and the plain objects that sit in their attributes (configurations, caches)."""
+
+def holders(model: nn.Module) -> list[Any]:
+    """Return the modules, and the plain objects that sit in their attributes (configurations, caches)."""
     found: dict[int, Any] = {}
     for module in model.modules():
         if not isinstance(module, torch.jit.ScriptModule):
@@ -104,10 +115,13 @@ def _refill(original: Any, contents: Any) -> None:
 
 @contextmanager
 def generators_untouched() -> Iterator[None]:
-    """Restore torch's, Python's and numpy's random state."""
+    """Restore torch's, Python's and numpy's random state; inside it is the same in every process."""
     python_state, numpy_state = random.getstate(), np.random.get_state(legacy=False)
     with torch.random.fork_rng(devices=[]):
         try:
+            torch.default_generator.manual_seed(0)
+            random.seed(0)
+            np.random.seed(0)
             yield
         finally:
             random.setstate(python_state)

@@ -5,7 +5,7 @@ A function mode sees a call as the user wrote it; this dispatch mode sees what t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from fxchimera_passes._torch import FakeTensor, OpOverload, TorchDispatchMode, storage_key, written
 from fxchimera_passes.capture.flops import bytes_of, flops_of, tensors_in
+from fxchimera_passes.capture.lines import user_line
+from fxchimera_passes.capture.saved import Saved
 from fxchimera_passes.captured import RandomKey
 from fxchimera_passes.keyed import is_random
 
@@ -26,8 +28,9 @@ class Seen:
 
     ``written`` holds the storages that operators wrote; ``named`` the identities of model parameters and buffers that they
     read.  ``read`` holds the storages that operators took as arguments; with ``blind`` some were perhaps not seen.  ``maker`` is
-    the closed module whose call this is.  Storages in ``known`` were given to the call or made by it; a fake tensor of any other
-    storage that an operator reads came in by a hidden way, and is kept in ``smuggled``.
+    the closed module whose call this is.  Storages in ``known`` were given to the call or made by it; a tensor of any other
+    storage that an operator reads came in by a hidden way, and is kept in ``smuggled`` with the user's line.  ``saved`` are the
+    bytes of the memory that autograd keeps, by its number.
     """
 
     maker: nn.Module | None = None
@@ -39,7 +42,8 @@ class Seen:
     read: set[int | None] = field(default_factory=set)
     blind: bool = False
     named: dict[int, Tensor] = field(default_factory=dict)
-    smuggled: list[Tensor] = field(default_factory=list)
+    smuggled: list[tuple[Tensor, str]] = field(default_factory=list)
+    saved: dict[int, int] = field(default_factory=dict)
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -54,8 +58,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.draw, self.named = draw, named
         self.seen = Seen()
+        self.saved = Saved(lambda: self.seen)
         self.flops = 0.0
         self.moved = 0.0
+        self.count = 0
         self.makers: dict[int, nn.Module] = {}
         self.operator: Callable[[OpOverload, tuple[Any, ...], Mapping[str, Any], Any, Seen], None] | None = None
         self._kept: list[Tensor] = []
@@ -65,20 +71,22 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Collect what runs inside one node."""
         outer, self.seen = self.seen, Seen(maker, known)
         try:
-            yield self.seen
+            with self.saved.hooks():  # above those of a region that is recorded call by call
+                yield self.seen
         finally:
             self.seen = outer
 
-    def mark(self) -> tuple[float, float]:
-        """Remember the totals, for :meth:`rewind`."""
-        return self.flops, self.moved
+    def mark(self) -> tuple[float, float, int]:
+        """Return the totals so far: operations, bytes, and operators that ran."""
+        return self.flops, self.moved, self.count
 
-    def rewind(self, mark: tuple[float, float]) -> None:
+    def rewind(self, mark: tuple[float, float, int]) -> None:
         """Forget what the node being recorded has done since ``mark`` (an attempt that failed)."""
-        self.flops, self.moved = mark
+        self.flops, self.moved, self.count = mark
         self.seen.flops = self.seen.moved = 0.0
         self.seen.random.clear()
         self.seen.smuggled.clear()
+        self.seen.saved.clear()
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -102,10 +110,27 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in written(func, args, kwargs):
             seen.written.add(storage_key(tensor))
         flops, moved = flops_of(func, args, kwargs, result), bytes_of(func, args, result)
-        self.flops, self.moved = self.flops + flops, self.moved + moved
+        self.flops, self.moved, self.count = self.flops + flops, self.moved + moved, self.count + 1
         seen.flops, seen.moved = seen.flops + flops, seen.moved + moved
         self._follow(seen, inputs, outputs)
+        self.saved.follow(seen, inputs, outputs)
         return result
+
+    def check(self, tensors: Iterable[Tensor]) -> None:
+        """Note those of ``tensors`` that belong to this forward and were neither given to the present call nor made by it.
+
+        A real tensor is a constant of the model's, unless a closed module that ran on real tensors made it.
+        """
+        seen = self.seen
+        for tensor in tensors if seen.known is not None else ():
+            ours = isinstance(tensor, FakeTensor) or id(tensor) in self.makers
+            if ours and storage_key(tensor) not in (seen.known or ()) and not self.named(tensor):
+                seen.smuggled.append((tensor, user_line()))
+
+    def give(self, tensor: Tensor) -> None:
+        """Let the present call know ``tensor``."""
+        if self.seen.known is not None:
+            self.seen.known.add(storage_key(tensor))
 
     def _follow(self, seen: Seen, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         for tensor in inputs:
@@ -113,8 +138,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             seen.read.add(key)
             if self.named(tensor):
                 seen.named[id(tensor)] = tensor
-            elif seen.known is not None and isinstance(tensor, FakeTensor) and key not in seen.known:
-                seen.smuggled.append(tensor)
+            else:
+                self.check([tensor])
         for tensor in outputs:
             self._kept.append(tensor)
             if seen.known is not None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from fxchimera_passes._torch import FakeTensor, storage_key
 from fxchimera_passes.capture.drawn import Drawn
@@ -20,7 +21,7 @@ from fxchimera_passes.capture.lines import user_line
 from fxchimera_passes.capture.names import Names
 from fxchimera_passes.capture.signals import NeedClose, NeedOpen
 from fxchimera_passes.capture.targets import rebuild
-from fxchimera_passes.capture.watch import Seen
+from fxchimera_passes.capture.watch import Seen, Watch
 from fxchimera_passes.captured import NodeInfo, TensorMeta
 from fxchimera_passes.structure import Structure, flatten
 
@@ -28,20 +29,23 @@ __all__ = ["GraphWriter"]
 
 _INLINE = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis))
 
+_ALL_ALIKE: Mapping[int, frozenset[str]] = MappingProxyType({})
+
 
 class GraphWriter:
     """One graph under construction.
 
-    ``order`` is a node's position; ``pins`` are ranges of positions that one stage must run.  ``makers`` tells which closed
-    module made a tensor inside its call.  ``writes_to`` lists the nodes that wrote each storage, ``storage`` what storage a
-    node's value lies in.
+    ``order`` is a node's position; ``pins`` are ranges of positions that one stage must run, ``stale`` those from an alias to a
+    position at which it is read after its memory was written.  ``makers`` tells which closed module made a tensor inside its call.
+    ``writes_to`` lists the nodes that wrote each storage, ``storage`` what storage a node's value lies in.
     """
 
-    def __init__(self, names: Names, frames: Frames, makers: Mapping[int, nn.Module], device: torch.device) -> None:
-        self.names, self.frames, self.makers, self.device = names, frames, makers, device
+    def __init__(self, names: Names, frames: Frames, watch: Watch, device: torch.device) -> None:
+        self.names, self.frames, self.makers, self.saved, self.device = names, frames, watch.makers, watch.saved, device
         self.graph = fx.Graph()
         self.order: dict[fx.Node, int] = {}
         self.pins: list[tuple[int, int]] = []
+        self.stale: list[tuple[fx.Node, int]] = []
         self.constants: dict[str, Any] = {}
         self.writes_to: dict[int | None, list[fx.Node]] = {}
         self.storage: dict[fx.Node, int | None] = {}
@@ -88,6 +92,8 @@ class GraphWriter:
             mutates=self._holders(node, changed) if changed else (),
             forward_flops=seen.flops,
             moved_bytes=seen.moved,
+            saved=tuple(sorted(seen.saved.items())),
+            memory=self.saved.number(value) if isinstance(value, Tensor) else -1,
             line=user_line(),
         )
         if seen.random or writes:
@@ -144,7 +150,7 @@ class GraphWriter:
             return self.attribute(name, tensor) if name else self._unrecorded(tensor)
         writes = self.writes_to.get(storage_key(tensor)) if self.writes_to else None
         if writes and self.order[writes[-1]] > self.order[node]:
-            self.pins.append((self.order[node], len(self.order)))
+            self.stale.append((node, len(self.order)))
         return node
 
     def attribute(self, name: str, tensor: Tensor) -> fx.Node:
@@ -175,7 +181,7 @@ class GraphWriter:
             raise NeedClose(inside, f"{what} was read that no recorded call made", user_line())
         if tensor.requires_grad:
             reason = f"{what} that requires a gradient is no registered parameter (register it with nn.Parameter)"
-            raise NeedClose(inside, reason, user_line())
+            raise NeedClose(inside, reason, user_line(), fatal=True)
         return self.constant(tensor)
 
     def constant(self, value: Any) -> fx.Node:
@@ -224,15 +230,21 @@ class GraphWriter:
         node = self.graph.call_function(rebuild, (self.constant(structure), *nodes))
         return self.add(node, depends=self.depends(nodes))
 
-    def bind_result(self, node: fx.Node, result: Any) -> None:
-        """Give every tensor inside ``result`` a node that reads it out of ``node``."""
+    def bind_result(self, node: fx.Node, result: Any, own: Mapping[int, frozenset[str]] = _ALL_ALIKE) -> None:
+        """Give every tensor inside ``result`` a node that reads it out of ``node``; ``own`` tells what single items depend on.
+
+        A tensor that the call only handed through, and that depends on the inputs alone, is read from where it was.
+        """
         if isinstance(result, Tensor):
             self.bind(result, node)
             return
         tensors, structure = flatten(result)
         last, made = node, dict[tuple[Any, ...], fx.Node]()
-        depends = self.depends(node)
+        whole = self.depends(node)
         for tensor, path in zip(tensors, structure.paths(), strict=True):
+            if self._handed_through(tensor, node, whole):
+                continue
+            depends = own.get(path[0][1], whole) if path[0][0] == "item" else whole
             current, value = node, result
             for depth, (kind, key) in enumerate(path, 1):
                 value = value[key] if kind == "item" else getattr(value, key)
@@ -242,3 +254,9 @@ class GraphWriter:
                 current = last = made[path[:depth]]
             self.bind(tensor, current)
         self.pin(node, last)
+
+    def _handed_through(self, tensor: Tensor, node: fx.Node, depends: frozenset[str]) -> bool:
+        known = self.known(tensor)
+        if known is None or node in self.writes_to.get(storage_key(tensor), ()):
+            return False
+        return self.depends(known) <= {"input"} < depends

@@ -1,0 +1,90 @@
+"""The makespan of one order under many costs: what a search over cuts asks for some hundred times.
+
+The order fixes who waits for whom, so the computations are put into one line once, each with the two it waits for; a makespan is
+then one pass over that line.  The figures are those of :func:`fxchimera.schedule.simulate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fxchimera.schedule.action import Action, Kind
+from fxchimera.schedule.order import Order
+from fxchimera.schedule.placement import Placement
+from fxchimera.schedule.profile import Costs
+from fxchimera.schedule.simulate import completions, simulate
+
+__all__ = ["makespan_of"]
+
+_NONE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One computation: its stage and kind, its rank, the step whose result it needs, and the boundary the result crosses."""
+
+    stage: int
+    kind: Kind
+    rank: int
+    needs: int
+    boundary: int
+
+
+def makespan_of(order: Order) -> Callable[[Costs], float]:
+    """Return the function from costs to the makespan of ``order``; ``order`` without messages is fast.
+
+    Raises:
+        ScheduleError: The order cannot proceed.
+    """
+    if order.is_lowered:
+        return lambda costs: simulate(order, costs).makespan
+    steps = _line(order)
+    return lambda costs: _pass(steps, order.placement.num_ranks, costs)
+
+
+def _line(order: Order) -> tuple[_Step, ...]:
+    place = order.placement
+    number: dict[tuple[str, int, int], int] = {}
+    steps: list[_Step] = []
+    for rank, action in completions(order, Costs.uniform(place.num_stages)):
+        wanted = _source(action, place)
+        needs, boundary = _NONE, _NONE
+        if wanted is not None:
+            needs = number[wanted]
+            if steps[needs].rank != rank:
+                boundary = min(action.stage, wanted[1])
+        if action.kind is not Kind.W:
+            number["F" if action.kind is Kind.F else "B", action.stage, action.microbatch or 0] = len(steps)
+        steps.append(_Step(action.stage, action.kind, rank, needs, boundary))
+    return tuple(steps)
+
+
+def _source(action: Action, place: Placement) -> tuple[str, int, int] | None:
+    """The computation of a neighbouring stage whose result ``action`` needs; what its own rank did is in the rank's list."""
+    microbatch = action.microbatch or 0
+    if action.kind is Kind.F:
+        return ("F", action.stage - 1, microbatch) if action.stage else None
+    if action.kind is Kind.W or action.stage == place.num_stages - 1:
+        return None
+    return "B", action.stage + 1, microbatch
+
+
+def _pass(steps: tuple[_Step, ...], num_ranks: int, costs: Costs) -> float:
+    stages = range(len(costs.forward))
+    seconds = {
+        Kind.F: costs.forward,
+        Kind.I: costs.input_grad,
+        Kind.W: costs.weight_grad,
+        Kind.B: tuple(costs.full_backward(stage) for stage in stages),
+    }
+    lag = [*(costs.boundary_seconds(stage) for stage in stages[:-1]), 0.0]  # the last: nothing is crossed
+    free = [0.0] * num_ranks
+    ends: list[float] = []
+    for step in steps:
+        begin = free[step.rank]
+        if step.needs >= 0:
+            begin = max(begin, ends[step.needs] + lag[step.boundary])
+        ends.append(begin + seconds[step.kind][step.stage])
+        free[step.rank] = ends[-1]
+    return max(free)

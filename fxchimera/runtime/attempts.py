@@ -1,0 +1,113 @@
+"""Run a job until every answer that its recordings assume has turned out right.
+
+    run --- all right --------------------------------> commit
+     |
+     +--- micro-batch 2: read 3 is False, not True ---> undo, record or find that path, run again under the same numbers
+
+A recording has to assume what the forward reads of values that depend on parameters.  Its checks run in the stages; the first wrong
+answer of each micro-batch is what every rank goes on with, so each run settles at least one more.  Gradients, statistics, buffers
+and Python attributes are as before a run that was undone; its random draws are drawn again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fxchimera.runtime.agreement import Call
+from fxchimera.runtime.engine import Engine
+from fxchimera.runtime.failure import Cause
+from fxchimera.runtime.job import Job, Result
+from fxchimera.runtime.preparation import Preparation
+from fxchimera.runtime.program import MOST_RUNS, Programs, known_paths, unsettled
+from fxchimera.runtime.results import gather_answers, gather_failure, gather_loss
+from fxchimera.runtime.undo import undo_of
+from fxchimera.runtime.world import World
+from fxchimera.schedule.timeline import Timeline
+from fxchimera_passes.captured import Answer, info
+
+__all__ = ["Attempts", "Finished"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A job as it was run in the end, and what it brought on this process's ranks."""
+
+    job: Job
+    results: list[Result]
+    timeline: Timeline
+
+
+class Attempts:
+    """Runs jobs; ``repeated`` counts the runs that were undone because an answer was wrong."""
+
+    def __init__(self, model: nn.Module, programs: Programs, preparation: Preparation, engine: Engine, world: World) -> None:
+        self._model, self._programs, self._preparation, self._engine = model, programs, preparation, engine
+        self._world = world
+        self.repeated = 0
+
+    def run(self, call: Call, job: Job) -> Finished:
+        """Collective: run a job, as often as it takes.
+
+        Raises:
+            PipelineError: A rank failed.
+            FxChimeraError: Answers were still wrong after ``MOST_RUNS`` runs, or a path cannot be recorded; nothing was changed.
+        """
+        for _ in range(MOST_RUNS):
+            undo = self._remember(job) if job.assumes else None
+            try:
+                results, timeline = self._engine.run(job)
+                wrong = self._judge(job, results) if undo is not None else {}
+            except BaseException:
+                if job.train:
+                    self._engine.abandon()
+                raise
+            if undo is None or not wrong:
+                self._programs.succeeded()
+                return Finished(job, results, timeline)
+            undo()
+            self.repeated += 1
+            latest = [job.programs[m].captured.assumed[ordinal] for m, (ordinal, _) in sorted(wrong.items())]
+            job = self._preparation.repeat(call, job, known_paths(job.programs, wrong))
+        raise unsettled(latest[0])
+
+    def train(self, call: Call, job: Job, *, hooks: bool = True) -> tuple[Finished, torch.Tensor]:
+        """Collective: run a step and return its loss; gradients change only when every rank has come to its end.
+
+        Raises:
+            FxChimeraError: As :meth:`run`.
+        """
+        finished = self.run(call, job)
+        try:
+            loss = gather_loss(self._world, finished.results, finished.job.weights)
+        except BaseException:
+            self._engine.abandon()
+            raise
+        try:
+            self._engine.commit(finished.job, hooks=hooks)
+        except Exception as error:  # a hook of the user's, when other ranks are past it
+            text = f"after the step, in a hook on a parameter: {type(error).__name__}: {error}"
+            raise self._world.failure.report(Cause(self._world.process, text)).error() from error
+        return finished, loss
+
+    def _judge(self, job: Job, results: list[Result]) -> dict[int, tuple[int, Answer]]:
+        verdict = gather_answers(self._world, results, len(job.programs))
+        if verdict.broken:
+            raise gather_failure(self._world, results, verdict.broken)
+        return verdict.wrong
+
+    def _remember(self, job: Job) -> Callable[[], None]:
+        """Note everything that a run of ``job`` changes; the function returned puts it back."""
+        graphs = [program.captured.graph for program in job.programs]
+        names = sorted({name for graph in graphs for node in graph.nodes for name in info(node).writes})
+        restore = undo_of(self._model, map(self._model.get_buffer, names))
+        self._engine.remember()
+
+        def undo() -> None:
+            self._engine.retract()
+            restore()
+
+        return undo

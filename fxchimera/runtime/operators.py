@@ -1,0 +1,111 @@
+"""The operators whose weight gradient can be put off, and how their operands are told apart.
+
+Only operators that use each operand once in autograd's graph are listed: then an input's gradient is one summand, as without
+deferral, and sums associate the same way.  RMS norm on a CPU is made of several operators that all read its input: it is not here.
+Neither are layer and group norm, whose weights are small: putting them off moved no time out of I, cost 2 % of the backward of a
+transformer layer, and kept 25 % more memory until W (benchmarks/split.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxchimera_passes import _torch
+
+__all__ = ["COMPOSITE", "Operands", "deferrable", "opened", "operands"]
+
+_OPERATORS: frozenset[Callable[..., Any]] = frozenset(
+    {
+        F.linear, F.embedding, torch.embedding, torch.einsum,
+        torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d,
+        torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm,
+        Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm, Tensor.bmm, Tensor.addmm, Tensor.baddbmm,
+    }
+)  # fmt: skip
+
+COMPOSITE: Callable[..., Any] = F.multi_head_attention_forward
+"""A Python function that a function mode sees from outside only."""
+
+
+def _never(*_args: object) -> bool:
+    return False
+
+
+def _rebound(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy a Python function of torch so that it runs its own body even when a function mode is active."""
+    assert isinstance(function, FunctionType)
+    names = {**function.__globals__, "has_torch_function": _never}
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+opened: Callable[..., Any] = _rebound(F.multi_head_attention_forward)
+"""``COMPOSITE`` with its body in the open: the projections inside are seen one by one."""
+
+
+class Operands:
+    """The operands of one call: trainable ``parameters``, and the ``inputs`` that gradients flow to."""
+
+    __slots__ = ("inputs", "parameters")
+
+    def __init__(self) -> None:
+        self.parameters: list[nn.Parameter] = []
+        self.inputs: list[Tensor] = []
+
+    def take(self, value: Any) -> bool:
+        """Sort one argument in; False when it is of a kind that rules deferral out."""
+        kind = type(value)
+        if kind is nn.Parameter:
+            if value.requires_grad:
+                self.parameters.append(value)
+            return True
+        if kind is Tensor:
+            if value.requires_grad:
+                self.inputs.append(value)
+            return True
+        if kind is list or kind is tuple:
+            return all(self.take(one) for one in value)
+        return not isinstance(value, Tensor)
+
+
+def operands(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operands | None:
+    """Return the operands of a call, None when a tensor of an unknown class is among them."""
+    found = Operands()
+    for value in args:
+        if not found.take(value):
+            return None
+    for value in kwargs.values():
+        if not found.take(value):
+            return None
+    return found
+
+
+def deferrable(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operands | None:
+    """Return the operands of a call whose weight gradient can be put off, else None.
+
+    Not for the sake of a bias alone, not under a saved-tensor hook (checkpointing would recompute twice) nor in a ``torch.func``
+    transform, not with ``out=``, and not an embedding that makes sparse gradients or renormalises its weights.
+    """
+    if function not in _OPERATORS or not torch.is_grad_enabled():
+        return None
+    found = operands(args, kwargs)
+    if found is None or kwargs.get("out") is not None or all(parameter.dim() < 2 for parameter in found.parameters):
+        return None
+    if _torch.saved_tensor_hook() is not None or _torch.in_transform():
+        return None
+    if function is F.embedding and (_argument(args, kwargs, 6, "sparse") or _argument(args, kwargs, 3, "max_norm") is not None):
+        return None
+    if function is torch.embedding and _argument(args, kwargs, 4, "sparse"):
+        return None
+    return found
+
+
+def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], position: int, name: str) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name)

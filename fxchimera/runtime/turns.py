@@ -1,0 +1,86 @@
+"""The gradients of micro-batches are added in ascending order, in whatever order their backwards run.
+
+A parameter's gradient may come with I or with W, and a schedule may run the weight part of a later micro-batch first.  Sums of
+floats depend on the order; so a gradient that comes early waits, and is added when no earlier micro-batch can contribute any more.
+When the order is ascending anyway, nothing waits and the engine adds to ``.grad`` itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+__all__ = ["Turns"]
+
+
+class Turns:
+    """Whose turn it is to add to the gradients of one replica in one step.
+
+    Args:
+        microbatches: All micro-batches that the replica will see.
+        parameters: All parameters that the replica reads.
+    """
+
+    def __init__(self, microbatches: Sequence[int], parameters: Iterable[nn.Parameter]) -> None:
+        self._all = {id(parameter): parameter for parameter in parameters}
+        self._open: dict[int, dict[int, nn.Parameter]] = dict.fromkeys(microbatches, self._all)  # to whom each may still add
+        self._waiting: dict[int, dict[int, torch.Tensor]] = {}  # by parameter and micro-batch
+
+    @contextlib.contextmanager
+    def adding(self, microbatch: int, later: Sequence[nn.Parameter] = ()) -> Iterator[dict[int, nn.Parameter]]:
+        """Run a backward of ``microbatch`` inside; ``later`` are the parameters that a second part of it will add to.
+
+        The dict yielded may be narrowed inside, to the parameters that will really be added to.
+        """
+        promised = {id(parameter): parameter for parameter in later}
+        watched = dict(promised)
+        for other, parameters in self._open.items():
+            if other < microbatch:
+                watched |= parameters
+        watched |= {key: self._all[key] for key, waiting in self._waiting.items() if microbatch in waiting}
+        before = {key: parameter.grad for key, parameter in watched.items()}
+        for parameter in watched.values():
+            parameter.grad = None
+        try:
+            yield promised
+        finally:
+            for key, parameter in watched.items():
+                self._hold(key, microbatch, parameter.grad)
+                parameter.grad = before[key]
+        self._open[microbatch] = promised
+        self._settle()
+
+    def early(self, microbatch: int) -> frozenset[int]:
+        """Return the ids of the parameters that got a part of their gradient before its second part, which was to be all of it."""
+        promised = self._open.get(microbatch, {})
+        return frozenset(key for key in promised if microbatch in self._waiting.get(key, ()))
+
+    def _hold(self, key: int, microbatch: int, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            waiting = self._waiting.setdefault(key, {})
+            waiting[microbatch] = waiting[microbatch] + gradient if microbatch in waiting else gradient
+
+    def _settle(self) -> None:
+        """Add what waits for nobody any more."""
+        for key, waiting in list(self._waiting.items()):
+            first_open = min((other for other, parameters in self._open.items() if key in parameters), default=None)
+            for microbatch in sorted(waiting):
+                if first_open is not None and microbatch >= first_open:
+                    break
+                _add(self._all[key], waiting.pop(microbatch))
+            if not waiting:
+                del self._waiting[key]
+
+
+def _add(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    """Add as autograd accumulates."""
+    if parameter.grad is None:
+        parameter.grad = gradient
+    elif parameter.grad.is_sparse:
+        parameter.grad = parameter.grad + gradient
+    else:
+        with torch.no_grad():
+            parameter.grad.add_(gradient)

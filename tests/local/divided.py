@@ -1,0 +1,86 @@
+"""Runs a module's backward whole and in two parts, micro-batch by micro-batch, so that tests can compare the bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxchimera.runtime.deferral import Deferral
+from fxchimera.runtime.observation import Observation
+from fxchimera.runtime.turns import Turns
+
+__all__ = ["Divided", "assert_same_bits", "divided", "whole"]
+
+Inputs = Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """Gradients of the parameters by name and of the inputs, and the names of the parameters that got theirs in W."""
+
+    parameters: dict[str, Tensor | None]
+    inputs: list[Tensor | None]
+    deferred: set[str]
+
+
+def whole(make: Callable[[], nn.Module], inputs: Inputs, surroundings: Callable[[], Any] = nullcontext) -> Divided:
+    """The plain loop: forward and backward of one micro-batch after the other."""
+    module = make()
+    leaves = [_leaf(x) for x in inputs]
+    for leaf in leaves:
+        with surroundings():
+            output = module(_entered(leaf))
+        output.backward(_seed(output))
+    return Divided({name: p.grad for name, p in module.named_parameters()}, [leaf.grad for leaf in leaves], set())
+
+
+def divided(make: Callable[[], nn.Module], inputs: Inputs, surroundings: Callable[[], Any] = nullcontext) -> Divided:
+    """All forwards, then I of each, ascending, then W of each, descending; micro-batch 0 is the one that is looked at."""
+    module = make()
+    names = {id(p): name for name, p in module.named_parameters()}
+    leaves = [_leaf(x) for x in inputs]
+    turns = Turns(range(len(leaves)), module.parameters())
+    with surroundings(), Observation() as observation:
+        outputs = [module(_entered(leaves[0]))]
+    allowed = observation.allowed(outputs, module.parameters())
+    modes = [Deferral(frozenset()), *(Deferral(allowed) for _ in leaves[1:])]
+    for leaf, mode in zip(leaves[1:], modes[1:], strict=True):
+        with surroundings(), mode:
+            outputs.append(module(_entered(leaf)))
+    for microbatch, (mode, output) in enumerate(zip(modes, outputs, strict=True)):
+        with turns.adding(microbatch, mode.parameters):
+            mode.input_part([output], [_seed(output)])
+    deferred = {names[id(p)] for mode in modes for p in mode.parameters}
+    for microbatch, mode in reversed(list(enumerate(modes))):
+        with turns.adding(microbatch):
+            mode.weight_part()
+    return Divided({name: p.grad for name, p in module.named_parameters()}, [leaf.grad for leaf in leaves], deferred)
+
+
+def assert_same_bits(ours: Divided, theirs: Divided) -> None:
+    """Every gradient is there in both or in neither, and equal to the last bit."""
+    for name, expected in [*theirs.parameters.items(), *enumerate(theirs.inputs)]:
+        got = ours.parameters[name] if isinstance(name, str) else ours.inputs[name]
+        assert (got is None) == (expected is None), name
+        if got is not None and expected is not None:
+            assert got.layout == expected.layout, name
+            dense = [t.to_dense() if t.is_sparse else t for t in (got, expected)]
+            assert torch.equal(*dense), f"{name}: off by {(dense[0] - dense[1]).abs().max()}"
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.clone().requires_grad_(x.is_floating_point() or x.is_complex())
+
+
+def _entered(leaf: Tensor) -> Tensor:
+    return leaf * 1 if leaf.requires_grad else leaf  # a non-leaf, as what a stage receives
+
+
+def _seed(output: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(output.numel())
+    return torch.randn(output.shape, generator=generator, dtype=output.dtype)

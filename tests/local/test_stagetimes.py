@@ -1,0 +1,63 @@
+"""Stages that sleep are timed as long as they sleep, and the model is left as it was."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxchimera.runtime.stagetimes import time_stages
+from tests.local.toys import data, seeded, wrapped
+from tests.parity import assert_same_tensors
+
+FORWARD, BACKWARD = 0.004, 0.008
+SLACK = 0.1  # machines are shared; the bounds from below are the sharp ones
+
+
+class Sleep(torch.autograd.Function):
+    """The identity, slowly."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        time.sleep(FORWARD * factor)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(BACKWARD * ctx.factor)
+        return gradient, None
+
+
+class Slow(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.linear, self.norm, self.factor = nn.Linear(6, 6), nn.BatchNorm1d(6), factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(Sleep.apply(x, self.factor)))
+
+
+def test_sleeping_stages() -> None:
+    """The second sleeps three times as long; what no operator defers counts for I."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(6, 6), Slow(1.0), Slow(3.0)))
+    x, y = data(8)
+    with wrapped(model, x, num_stages=2, n_microbatches=1, schedule="1f1b", split_points=["2"]) as pipe:
+        pipe.step(x, target=y)
+        before = copy.deepcopy(model.state_dict())
+        gradients = [p.grad.clone() for p in model.parameters()]
+        replicas = [replica for executor in pipe._engine.executors for replica in executor.replicas.values()]
+        program = pipe._preparation._programs.first
+        found = time_stages(replicas, program, [x], loss=lambda out: (out[0] - y).square().mean(), rounds=3)
+        assert_same_tensors(model.state_dict(), before)
+        assert all(map(torch.equal, (p.grad for p in model.parameters()), gradients))
+    assert len(found) == 2
+    for times, factor in zip(found, (1.0, 3.0), strict=True):
+        assert FORWARD * factor <= times.forward <= FORWARD * factor + SLACK
+        assert FORWARD * factor <= times.split_forward <= FORWARD * factor + SLACK
+        assert BACKWARD * factor <= times.backward <= BACKWARD * factor + SLACK
+        assert BACKWARD * factor <= times.input_grad <= BACKWARD * factor + SLACK
+        assert 0 < times.weight_grad < times.input_grad

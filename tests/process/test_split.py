@@ -1,0 +1,25 @@
+"""Split backwards in processes: bitwise what threads give, and what the plain reference gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import workers
+from tests.parity import assert_same_tensors
+from tests.process.pool import Pool
+
+pytestmark = pytest.mark.process
+
+
+@pytest.mark.parametrize(("name", "stages", "n", "schedule"), [("gpt2", 2, 4, "zbv"), ("tied", 4, 8, "dualpipe")])
+def test_processes_are_bitwise_equal_to_threads(processes: Pool, name: str, stages: int, n: int, schedule: str) -> None:
+    """Three AdamW steps with clipping and dropout; the local run of a family is compared with the reference elsewhere."""
+    expected = workers.train(name, stages, n, schedule)
+    ranks = processes.run(stages, workers.train, name, stages, n, schedule)
+    for answer in ranks:
+        assert all(map(torch.equal, answer["losses"], expected["losses"]))
+        assert all(map(torch.equal, answer["norms"], expected["norms"]))
+    gradients = {key: value for answer in ranks for key, value in answer["gradients"].items()}
+    assert_same_tensors(gradients, expected["gradients"])
+    assert_same_tensors(ranks[0]["state"], expected["state"])
