@@ -12,7 +12,8 @@ Models are recorded and cut, never trained.  For each model and D, with analytic
     auto      as bound, for the order that schedule="auto" finds for this cut, two copies of the weights, at most D in flight
     leaf      heaviest piece that no cut can part / (sum / D): load cannot be less
 
-A model's memory is the high-water mark of a forked process: of recording it at D = 4, and of one eager forward and backward.
+Seconds are processor time of one thread.  A model's memory is the high-water mark of a forked process: of recording it at D = 4,
+and of one eager forward and backward.
 """
 
 from __future__ import annotations
@@ -108,16 +109,16 @@ def small_step() -> None:
 def cell(model: nn.Module, sample: Any, row: Row) -> Row:
     """Record and cut a model for one D."""
     try:
-        began = time.perf_counter()
+        began = time.process_time()
         captured = capture(model, sample.args, sample.kwargs, num_stages=row.depth)
-        row.record_seconds = time.perf_counter() - began
+        row.record_seconds = time.process_time() - began
         costs = analytic(captured)
         live = sweep(captured)
         atoms = contract(captured, live, costs)
         describe(row, captured, live, costs, atoms)
-        began = time.perf_counter()
+        began = time.process_time()
         plan = choose_cut(captured, costs, make_order("chimera", row.depth, 2 * row.depth), ())
-        row.cut_seconds = time.perf_counter() - began
+        row.cut_seconds = time.process_time() - began
     except Exception as error:
         row.reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return row

@@ -18,6 +18,7 @@ from fxchimera.runtime.failure import Cause, Failure
 from fxchimera.runtime.job import Job, Result
 from fxchimera.runtime.loss import loss_of
 from fxchimera.runtime.losscheck import refuse_other_leaves
+from fxchimera.runtime.mailbox import Mailbox
 from fxchimera.runtime.message import Key, Payload
 from fxchimera.runtime.program import Program
 from fxchimera.runtime.replica import Replica
@@ -118,7 +119,7 @@ class _Run:
                 expected.append(Expected(channel(action, self._rank, self._placement), Key.of(action), metas))
             if action.kind is Kind.RECV_P:
                 self._refreshes.setdefault(action.stage, []).append(action)
-        self._transport.post(expected)
+        self._mailbox = Mailbox(self._transport, expected)
 
     def act(self, action: Action) -> None:
         """Do one action."""
@@ -241,7 +242,7 @@ class _Run:
         if not self._metas(action):
             return []
         what = self._describe(action)
-        return self._transport.receive(channel(action, self._rank, self._placement), Key.of(action), what)
+        return self._mailbox.take(channel(action, self._rank, self._placement), Key.of(action), what)
 
     def _refresh(self, stage: int) -> None:
         """Wait for the owners' parameters before the first compute of a mirror."""

@@ -8,6 +8,7 @@ transformer layer, and kept 25 % more memory until W (benchmarks/split.py).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
@@ -15,10 +16,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 from fxchimera_passes import _torch
 
-__all__ = ["COMPOSITE", "Operands", "deferrable", "opened", "operands"]
+__all__ = ["COMPOSITE", "Operands", "deferrable", "opened", "operands", "splittable"]
 
 _OPERATORS: frozenset[Callable[..., Any]] = frozenset(
     {
@@ -87,13 +89,32 @@ def operands(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operands | Non
     return found
 
 
+def splittable(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make a function, of tensors to one tensor, an operator whose weight gradients can be put off.
+
+    For kernels of your own: inside it autograd must get the gradients of the inputs and those of the parameters from different
+    nodes, or either part would compute both; and each input must be used once.
+    """
+
+    @functools.wraps(function)
+    def operator(*args: Any, **kwargs: Any) -> Tensor:
+        tensors = tuple(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        if has_torch_function(tensors):
+            seen: Tensor = handle_torch_function(operator, tensors, *args, **kwargs)
+            return seen
+        return function(*args, **kwargs)
+
+    operator.splittable = True  # type: ignore[attr-defined]
+    return operator
+
+
 def deferrable(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operands | None:
     """Return the operands of a call whose weight gradient can be put off, else None.
 
     Not for the sake of a bias alone, not under a saved-tensor hook (checkpointing would recompute twice) nor in a ``torch.func``
     transform, not with ``out=``, and not an embedding that makes sparse gradients or renormalises its weights.
     """
-    if function not in _OPERATORS or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or (function not in _OPERATORS and not getattr(function, "splittable", False)):
         return None
     found = operands(args, kwargs)
     if found is None or kwargs.get("out") is not None or all(parameter.dim() < 2 for parameter in found.parameters):

@@ -64,8 +64,12 @@ def auto(
     )
     if search == "default" or not cache:
         return run.go()
-    folder = cache if isinstance(cache, Path) else cache_folder()
     key = key_of(costs, num_ranks, n_microbatches, run.limits, run.budget, seed)
+    return _kept(run, cache if isinstance(cache, Path) else cache_folder(), key)
+
+
+def _kept(run: Search, folder: Path, key: str) -> Found:
+    """The stored result, or a new one, stored."""
     found = run.known(load(folder, key))
     if found is None:
         found = run.go()

@@ -206,7 +206,7 @@ class Search:
         """Tries rules until the budget is used or the bound is reached; goes on where an earlier call stopped."""
         problem, floor = self.problems[number], self.bounds[number].seconds
         each = 3 * problem.num_cells * _LISTED
-        for trial in itertools.islice(self.trials[number], 4 + budget // each):
+        for trial in itertools.islice(self.trials[number], max(3, budget // each)):
             plan, _ = listed(trial.shown(problem), trial.rule)
             self.used += each
             self._add(number, plan)

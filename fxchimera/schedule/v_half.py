@@ -14,6 +14,8 @@ Peak activations D/2+1; bubble 8.5F at D = 8 and F = I = W.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fxchimera.schedule.action import Action, Kind
 from fxchimera.schedule.order import Order
 from fxchimera.schedule.placement import v_shape
@@ -90,11 +92,11 @@ class _Block:
                 del taken[earlier]
                 taken[slot] = where[1]
 
-    def earliest(self, where: _Pass) -> int:
-        """The first slot after everything that a pass needs."""
+    def earliest(self, where: _Pass, backwards: Sequence[int] = ()) -> int:
+        """The first slot after everything that a pass needs; ``backwards`` are the first ones of its rank, if known."""
         rank, kind, number = where
         if kind == _WEIGHT:
-            backwards = sorted(self.at[rank, leg, m] for leg in (2, 3) for m in range(self.number))
+            backwards = backwards or sorted(self.at[rank, leg, m] for leg in (2, 3) for m in range(self.number))
             return 1 + max(backwards[number], self.at[rank, kind, number - 1] if number else -1)
         source = rank + (-1 if kind % 2 == 0 else 1)
         needs = [(source, kind, number)] if 0 <= source < self.num_ranks else []
@@ -107,9 +109,12 @@ class _Block:
     def settle(self) -> None:
         """Runs all passes in their order, each as soon as it can: slots in which nobody does anything useful go."""
         last = [-1] * self.num_ranks
+        backwards: list[list[int]] = [[] for _ in last]  # by rank, in slots that are settled: before all others
         for _, where in sorted((slot, where) for where, slot in self.at.items()):
             rank = where[0]
-            self.at[where] = last[rank] = max(last[rank] + 1, self.earliest(where))
+            self.at[where] = last[rank] = max(last[rank] + 1, self.earliest(where, backwards[rank]))
+            if where[1] in (2, 3):
+                backwards[rank].append(last[rank])
 
     def actions(self, rank: int) -> tuple[Action, ...]:
         """A rank's actions by slot."""

@@ -28,7 +28,8 @@ def assemble(
     owned: dict[int, list[str]] = {}
     for name in captured.parameters:
         owned.setdefault(owner[name], []).append(name)
-    tables = _Tables(captured, live, costs, reads or Reads.of(captured, live))
+    attributes, placeholders = (tuple(i for i, n in enumerate(live.nodes) if n.op == op) for op in ("get_attr", "placeholder"))
+    tables = _Tables(captured, live, costs, reads or Reads.of(captured, live), attributes, placeholders)
     begins: tuple[int, ...] = (0, *positions)
     return tuple(_stage(tables, number, begins[number], end, tuple(owned.get(number, ()))) for number, end in enumerate(ends))
 
@@ -66,6 +67,8 @@ class _Tables:
     live: Liveness
     costs: NodeCosts
     reads: Reads
+    attributes: tuple[int, ...]
+    placeholders: tuple[int, ...]
 
 
 def _stage(tables: _Tables, number: int, begin: int, end: int, owned: tuple[str, ...]) -> Stage:
@@ -76,8 +79,7 @@ def _stage(tables: _Tables, number: int, begin: int, end: int, owned: tuple[str,
     again = recomputed_for(live, readers)
     run = sorted({*group, *again}) if again else group
     sources = {source for i in (*run, *readers) for source in live.inputs[i]}
-    attributes = [info(live.nodes[i]) for i in sorted(sources) if live.nodes[i].op == "get_attr"]
-    placeholders = [i for i, node in enumerate(live.nodes) if node.op == "placeholder"]
+    attributes = [info(live.nodes[i]) for i in tables.attributes if i in sources]
     # the recomputed nodes' backward is none: nothing that they depend on has a gradient
     parameters = dict.fromkeys(name for i in readers for name in tables.reads.by_node.get(i, ()))
     parameters.update(dict.fromkeys(name for name in owned if name in captured.beside))  # on another path it reads these
@@ -86,7 +88,7 @@ def _stage(tables: _Tables, number: int, begin: int, end: int, owned: tuple[str,
     return Stage(
         index=number,
         nodes=tuple(live.nodes[i].name for i in run),
-        inputs=tuple(k for k, i in enumerate(placeholders) if i in sources),
+        inputs=tuple(k for k, i in enumerate(tables.placeholders) if i in sources),
         received=crossing(live, begin) if number else (),
         sent=() if is_last else crossing(live, end),
         parameters=tuple(parameters),

@@ -7,7 +7,9 @@ the cuts and, with two directions, the sum of the stages s and D-1-s that share 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations, product
 
@@ -66,6 +68,19 @@ class _Search:
         return cuts(atoms.seconds, division.parts, slacks, crossing=atoms.crossing, counts=division.counts)
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Do without Python's cycle collector: it would walk the graph again and again while a plan is made."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@_uncollected()
 def make_plan(
     captured: Captured,
     costs: NodeCosts,

@@ -96,21 +96,17 @@ def test_split_backwards_have_the_bits_of_the_reference(family: str, name: str, 
 
 
 def shuffled(ranks: int, n: int, seed: int) -> Order:
-    """An order drawn at random: backwards whole or in two parts, in some order of micro-batches, and weight parts at any time."""
+    """An order drawn at random: backwards whole or in two parts, micro-batches and their weight parts in any order."""
     generator = random.Random(seed)
-    turn = generator.sample(range(n), n)  # of the backwards; messages must not overtake each other
     needs: dict[tuple[Kind, int, int], list[tuple[Kind, int, int]]] = {}
     for stage, m in itertools.product(reversed(range(ranks)), range(n)):
         whole = generator.random() < 0.3
-        needs[Kind.F, stage, m] = [(Kind.F, stage - 1, m)] * (stage > 0) + [(Kind.F, stage, m - 1)] * (m > 0)
+        needs[Kind.F, stage, m] = [(Kind.F, stage - 1, m)] if stage else []
         back = Kind.B if whole else Kind.I
         later = [(kind, stage + 1, m) for kind in (Kind.B, Kind.I) if (kind, stage + 1, m) in needs]
         needs[back, stage, m] = [(Kind.F, stage, m), *later]
         if not whole:
             needs[Kind.W, stage, m] = [(Kind.I, stage, m)]
-    for stage, (m, after) in itertools.product(range(ranks), itertools.pairwise(turn)):
-        kinds = [next(kind for kind in (Kind.B, Kind.I) if (kind, stage, one) in needs) for one in (m, after)]
-        needs[kinds[1], stage, after].append((kinds[0], stage, m))
     lists: list[list[Action]] = [[] for _ in range(ranks)]
     done: set[tuple[Kind, int, int]] = set()
     while ready := [key for key, before in needs.items() if key not in done and done.issuperset(before)]:

@@ -6,9 +6,13 @@ import copy
 import time
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fxchimera
+from fxchimera.runtime.operators import splittable
 from fxchimera.runtime.stagetimes import time_stages
 from tests.local.toys import data, seeded, wrapped
 from tests.parity import assert_same_tensors
@@ -30,6 +34,21 @@ class Sleep(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         time.sleep(BACKWARD * ctx.factor)
         return gradient, None
+
+
+@splittable
+def slow(x: Tensor, weight: Tensor) -> Tensor:
+    """A kernel of one's own: as slow for the input's gradient as for the weight's."""
+    return Sleep.apply(x, 1.0) @ Sleep.apply(weight, 1.0)
+
+
+class Kernel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return slow(x, self.weight)
 
 
 class Slow(nn.Module):
@@ -61,3 +80,30 @@ def test_sleeping_stages() -> None:
         assert BACKWARD * factor <= times.backward <= BACKWARD * factor + SLACK
         assert BACKWARD * factor <= times.input_grad <= BACKWARD * factor + SLACK
         assert 0 < times.weight_grad < times.input_grad
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Every sleep of a backward from now on."""
+    slept: list[float] = []
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: (slept.append(seconds), sleep(seconds)) if seconds == BACKWARD else None)
+    return slept
+
+
+def test_an_operator_of_ones_own_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B sleeps for both gradients, I and W for one each; the step has the bits of the reference."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(6, 6), Kernel()))
+    x, y = data(8)
+    expected = fxchimera.reference(model, x, target=y, loss_fn=F.mse_loss, num_stages=2, n_microbatches=4, schedule="zb-h1")
+    with wrapped(model, x, num_stages=2, n_microbatches=4, schedule="zb-h1", split_points=["1"]) as pipe:
+        pipe.step(x, target=y)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.grad, expected.gradients[name])
+        replicas = [replica for executor in pipe._engine.executors for replica in executor.replicas.values()]
+        slept = watched(monkeypatch)
+        times = time_stages(replicas, pipe._preparation._programs.first, [x[:2]], rounds=3)[1]
+    assert 2 * BACKWARD <= times.backward <= 2 * BACKWARD + SLACK
+    assert BACKWARD <= times.input_grad <= BACKWARD + SLACK
+    assert BACKWARD <= times.weight_grad <= BACKWARD + SLACK
+    wholes, parts = 4, 4  # of the rounds, one more than counted
+    assert len(slept) == 2 * wholes + 2 * parts  # neither part computed both

@@ -41,6 +41,7 @@ class AttributeRule:
         self._parked: dict[tuple[int, str], Any] = {}
         self._names = {(name, attribute) for name, attributes in parked.items() for attribute in attributes}
         self._read: set[tuple[int, str]] = set()
+        self._set: list[tuple[str, NeedClose]] = []
 
     def note(self, module: nn.Module, name: str, changed: Iterable[str]) -> None:
         """Remember which of the attributes that the module has just changed hold tensors."""
@@ -93,6 +94,20 @@ class AttributeRule:
         running, known = self.recorder.frames.innermost, self.recorder.writer.names.modules
         if not running.opened or module is running.module or id(module) not in known or attribute == "training":
             return
-        kept = (known[id(module)], attribute) in self._names
-        if kept or (running.name and vars(module).get(attribute, _MISSING) is not value):
-            raise NeedClose(running.module, f"forward sets {attribute} of {known[id(module)] or 'the model'}", user_line())
+        name = known[id(module)]
+        signal = NeedClose(running.module, f"forward sets {attribute} of {name or 'the model'}", user_line())
+        if (name, attribute) in self._names:
+            raise signal
+        if vars(module).get(attribute, _MISSING) is not value:
+            self._set.append((name, signal))
+
+    def settle(self) -> None:
+        """Ask to close a module that has set an attribute of one that runs inside a whole call, which might read it.
+
+        What only recorded code reads is in the recording.
+        """
+        calls = {str(node.target) for node in self.recorder.writer.graph.nodes if node.op == "call_module"}
+        for name, signal in self._set:
+            parts = name.split(".")
+            if calls & {".".join(parts[: i + 1]) for i in range(len(parts))}:
+                raise signal

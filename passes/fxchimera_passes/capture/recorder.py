@@ -187,6 +187,7 @@ class Recorder:
         patches = patched(self.modules, self.functions.apply, self.transforms.vmap)
         with self.mode, patches, self.attributes.installed(), readable, self.watch, self.functions:
             output = self.model(*args, **kwargs)
+        self.attributes.settle()
         tensors, out = flatten(output)
         self.writer.graph.output(tuple(self.writer.node_of(tensor) for tensor in tensors))
         return out
