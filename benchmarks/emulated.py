@@ -4,7 +4,12 @@ Every device does ``--forward-ms`` and ``--backward-ms`` of sleep a micro-batch 
 them), so devices do not compete for cores and what is measured is the schedule and the cost of the runtime around it.  Messages
 go over gloo.  All schedules live in the same processes and take turns, one step each a round, so a busy machine slows all alike.
 
-A makespan is the latest end minus the earliest start over the ranks on one monotonic clock; the figure is the median of the rounds.
+    measured    latest end minus earliest start of a step over the ranks, on one monotonic clock; the median of the rounds
+    ideal       with sleeps that are exact and messages that are free
+    simulated   with sleeps and messages as slow as this machine's, measured just before (machine.py)
+    cpu         processor time a computation, of all threads; with ``--forward-ms 0 --backward-ms 0`` the cost of the runtime
+
+"auto-1" and "auto-2" are the orders that the search finds with one and two copies of the weights.
 
     python benchmarks/emulated.py --stages 4 --microbatches 8 [--boundary-bytes 1048576] [--json]
 """
@@ -29,77 +34,107 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as torch_mp
+from machine import hop_seconds, sleep_excess_seconds
 from sleeping import SleepingStage, squared_error
 from torch_peers import PEERS, ideal_seconds, make_peer
 
 import fxchimera
 from fxchimera.schedule import Costs, lower, make_order, simulate
+from fxchimera.schedule.auto import auto
+from fxchimera.schedule.limits import Limits
+from fxchimera.schedule.order import Order
 
 ROWS = 4  # rows of a micro-batch
-OURS = ("1f1b", "chimera")
+OURS = ("1f1b", "chimera", "auto-1", "auto-2")
+_SMALLEST_MS = 1e-3  # the search needs costs above 0
 
 Steps = dict[tuple[str, str], Callable[[], object]]  # (whose, schedule) -> one step of it on this rank
 Table = dict[str, dict[str, dict[str, float]]]  # whose -> schedule -> figure -> milliseconds
 
 
-def our_simulated_seconds(name: str, stages: int, microbatches: int, forward: float, backward: float) -> float:
-    """Return the makespan that our simulator predicts for these costs with free communication, in seconds."""
-    order = make_order(name, stages, microbatches)
-    return simulate(lower(order), Costs.uniform(stages, forward, backward)).makespan
+def find_orders(args: argparse.Namespace) -> dict[str, Order]:
+    """Make our orders, of computations only; the search is told what the devices take."""
+    stages, microbatches = args.stages, args.microbatches
+    costs = Costs.uniform(stages, max(args.forward_ms, _SMALLEST_MS) / 1e3, max(args.backward_ms, 2 * _SMALLEST_MS) / 1e3)
+    orders = {}
+    for name in args.ours.split(",") if args.ours else []:
+        if name.startswith("auto"):
+            orders[name] = auto(stages, microbatches, costs, Limits(copies=int(name[-1]))).order
+        elif name != "chimera" or stages % 2 == 0:
+            orders[name] = make_order(name, stages, microbatches)
+    return orders
 
 
-def make_ours(name: str, args: argparse.Namespace, batch: torch.Tensor) -> fxchimera.Pipeline:
+def simulated_seconds(order: Order, args: argparse.Namespace, excess: float = 0.0, hop: float = 0.0) -> float:
+    """Return what our simulator predicts, in seconds, if every sleep lasts ``excess`` longer and every message takes ``hop``."""
+    total = order.placement.num_stages
+    share = args.stages / total / 1e3
+    half = (args.backward_ms / 2 * share + excess,) * total
+    costs = Costs(forward=(args.forward_ms * share + excess,) * total, input_grad=half, weight_grad=half, latency=hop)
+    return simulate(lower(order), costs).makespan
+
+
+def make_ours(order: Order, args: argparse.Namespace, batch: torch.Tensor) -> fxchimera.Pipeline:
     """Wrap a chain of sleeping stages by the one line."""
-    forward, backward = args.forward_ms / 1e3, args.backward_ms / 1e3
+    total = order.placement.num_stages
+    forward, backward = (milliseconds / 1e3 * args.stages / total for milliseconds in (args.forward_ms, args.backward_ms))
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(SleepingStage(batch.shape[1], forward, backward, first=i == 0) for i in range(args.stages)))
+    model = torch.nn.Sequential(*(SleepingStage(batch.shape[1], forward, backward, first=i == 0) for i in range(total)))
     return fxchimera.pipeline(
         model,
         example_args=(batch,),
         loss_fn=squared_error,
         num_stages=args.stages,
         n_microbatches=args.microbatches,
-        schedule=name,
+        schedule=order,
+        split_points=[str(i) for i in range(1, total)],
     )
 
 
-def make_steps(args: argparse.Namespace, rank: int, cleanup: ExitStack) -> tuple[Steps, Table]:
+def make_steps(args: argparse.Namespace, orders: dict[str, Order], rank: int, cleanup: ExitStack) -> tuple[Steps, Table]:
     """Build every schedule on this rank: the steps to time, and the table with the predicted figures filled in."""
-    stages, microbatches = args.stages, args.microbatches
     forward, backward = args.forward_ms / 1e3, args.backward_ms / 1e3
+    excess, hop = sleep_excess_seconds(max(forward, 1e-3)), hop_seconds(args.boundary_bytes)
     width = max(1, args.boundary_bytes // (4 * ROWS))
     generator = torch.Generator().manual_seed(0)
-    batch = torch.randn(ROWS * microbatches, width, generator=generator)
-    target = torch.randn(ROWS * microbatches, width, generator=generator)
+    batch = torch.randn(ROWS * args.microbatches, width, generator=generator)
+    target = torch.randn(ROWS * args.microbatches, width, generator=generator)
     steps: Steps = {}
-    table: Table = {"ours": {}, "torch": {}}
-    for name in [n for n in OURS if n != "chimera" or stages % 2 == 0] if not args.only_torch else []:
-        pipe = cleanup.enter_context(make_ours(name, args, batch))
+    table: Table = {"ours": {}, "torch": {}, "machine": {"all": {"sleep_excess_ms": 1e3 * excess, "hop_ms": 1e3 * hop}}}
+    for name, order in orders.items():
+        pipe = cleanup.enter_context(make_ours(order, args, batch))
         steps["ours", name] = partial(pipe.step, batch, target=target)
-        table["ours"][name] = {"simulated_ms": 1e3 * our_simulated_seconds(name, stages, microbatches, forward, backward)}
+        table["ours"][name] = {
+            "ideal_ms": 1e3 * simulated_seconds(order, args),
+            "simulated_ms": 1e3 * simulated_seconds(order, args, excess, hop),
+            "actions": sum(action.kind.is_compute for _, action in order) / args.stages,
+        }
     for name in PEERS:
         try:
-            peer = make_peer(name, rank, stages, microbatches, forward, backward, width)
+            peer = make_peer(name, rank, args.stages, args.microbatches, forward, backward, width)
         except ValueError as refusal:
             if rank == 0:
                 print(f"torch refuses {name}: {str(refusal).strip().splitlines()[0]}", file=sys.stderr)
             continue
         steps["torch", name] = peer.step_function(batch, target)
-        table["torch"][name] = {"ideal_ms": 1e3 * ideal_seconds(peer, forward, backward)}
+        table["torch"][name] = {"ideal_ms": 1e3 * ideal_seconds(peer, forward, backward), "actions": peer.actions}
     return steps, table
 
 
-def makespan_seconds(step: Callable[[], object]) -> float:
-    """Run one step on every rank; return latest end minus earliest start, in seconds."""
+def run_step(step: Callable[[], object]) -> tuple[float, float]:
+    """Run one step on every rank; return latest end minus earliest start, and the ranks' mean processor time, in seconds."""
     dist.barrier()
-    start = time.monotonic()
+    start, busy = time.monotonic(), time.process_time()
     step()
+    busy = time.process_time() - busy
     span = torch.tensor([-start, time.monotonic()], dtype=torch.float64)  # [2]: one MAX reduction finds both extremes
     dist.all_reduce(span, dist.ReduceOp.MAX)
-    return float(span.sum())
+    total = torch.tensor([busy], dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(span.sum()), float(total) / dist.get_world_size()
 
 
-def worker(rank: int, args: argparse.Namespace, port: int, result: str) -> None:
+def worker(rank: int, args: argparse.Namespace, orders: dict[str, Order], port: int, result: str) -> None:
     """Be one device: build every schedule, measure, and leave the table of rank 0 in the file ``result``."""
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
@@ -110,7 +145,7 @@ def worker(rank: int, args: argparse.Namespace, port: int, result: str) -> None:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     dist.init_process_group("gloo")
     with ExitStack() as cleanup:
-        steps, table = make_steps(args, rank, cleanup)
+        steps, table = make_steps(args, orders, rank, cleanup)
         measure(steps, table, args.repeats)
         if rank == 0:
             Path(result).write_text(json.dumps(table))
@@ -120,14 +155,18 @@ def worker(rank: int, args: argparse.Namespace, port: int, result: str) -> None:
 
 def measure(steps: Steps, table: Table, repeats: int) -> None:
     """Warm every schedule up, let them take turns, and enter the medians into the table."""
-    spans: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
+    rounds: dict[tuple[str, str], list[tuple[float, float]]] = {key: [] for key in steps}
     for step in steps.values():
-        makespan_seconds(step)
+        for _ in range(2):
+            run_step(step)
     for _ in range(repeats):
         for key, step in steps.items():
-            spans[key].append(makespan_seconds(step))
-    for (whose, name), seconds in spans.items():
-        table[whose][name]["measured_ms"] = 1e3 * statistics.median(seconds)
+            rounds[key].append(run_step(step))
+    for (whose, name), found in rounds.items():
+        row = table[whose][name]
+        row["measured_ms"] = 1e3 * statistics.median(span for span, _ in found)
+        row["cpu_ms"] = 1e3 * statistics.median(busy for _, busy in found) / row["actions"]
+    table["machine"]["all"]["load"] = os.getloadavg()[0]
 
 
 def run(args: argparse.Namespace) -> Table:
@@ -138,23 +177,30 @@ def run(args: argparse.Namespace) -> Table:
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         result = str(Path(folder) / "table.json")
-        torch_mp.start_processes(worker, (args, port, result), nprocs=args.stages, start_method="forkserver")
+        torch_mp.start_processes(worker, (args, find_orders(args), port, result), nprocs=args.stages, start_method="forkserver")
         return json.loads(Path(result).read_text())
 
 
 def show(table: Table, args: argparse.Namespace) -> None:
-    """Print the table: measured, predicted with free communication, their ratio, and the idle share of a device."""
-    work_ms = args.microbatches * (args.forward_ms + args.backward_ms)
+    """Print the table: measured, predicted, their ratios, and the step time over that of torch's best schedule."""
     print(
-        f"D={args.stages} N={args.microbatches} F={args.forward_ms} ms B={args.backward_ms} ms boundary={args.boundary_bytes} bytes"
+        f"D={args.stages} N={args.microbatches} F={args.forward_ms} ms B={args.backward_ms} ms boundary={args.boundary_bytes} bytes",
+        *(f"{name} {value:.3f}" for name, value in table["machine"]["all"].items()),
+        sep="; ",
     )
-    print(f"{'schedule':<24}{'measured ms':>12}{'predicted ms':>14}{'ratio':>8}{'idle':>8}")
-    for whose, rows in table.items():
-        for name, row in rows.items():
-            measured = row["measured_ms"]
-            predicted = row.get("simulated_ms", row.get("ideal_ms", float("nan")))
-            label = f"{whose} {name}"
-            print(f"{label:<24}{measured:>12.1f}{predicted:>14.1f}{measured / predicted:>8.3f}{1 - work_ms / measured:>8.1%}")
+    best = min((row["measured_ms"] for row in table["torch"].values()), default=float("nan"))
+    print(f"{'schedule':<24}{'measured ms':>12}{'ideal':>8}{'ratio':>8}{'simulated':>11}{'ratio':>8}{'of best':>9}{'cpu ms':>8}")
+    for whose in ("ours", "torch"):
+        for name, row in table[whose].items():
+            measured, ideal, simulated = row["measured_ms"], row["ideal_ms"], row.get("simulated_ms", 0.0)
+            print(
+                f"{whose + ' ' + name:<24}{measured:>12.1f}{ideal:>8.1f}{_ratio(measured, ideal):>8}"
+                f"{simulated:>11.1f}{_ratio(measured, simulated):>8}{_ratio(measured, best):>9}{row['cpu_ms']:>8.3f}"
+            )
+
+
+def _ratio(above: float, below: float) -> str:
+    return f"{above / below:.3f}" if below else "-"
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -167,7 +213,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backward-ms", type=float, default=40.0, help="backward of one micro-batch on one device")
     parser.add_argument("--repeats", type=int, default=5, help="rounds; the median is reported")
     parser.add_argument("--realtime", action="store_true", help="SCHED_RR, against other load on the machine (needs the right to)")
-    parser.add_argument("--only-torch", action="store_true", help="leave our schedules out")
+    parser.add_argument("--ours", default=",".join(OURS), help="our schedules, with commas between; none if empty")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args(argv)
 

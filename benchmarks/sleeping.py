@@ -1,6 +1,7 @@
 """A stage whose work is sleep: the emulated device of the benchmarks.
 
-Input and weight gradient are two autograd functions, so a schedule that splits the backward really can run them apart.
+Input and weight gradient are two autograd functions, so a schedule that splits the backward really can run them apart; for ours
+the stage's operator is marked as one whose weight gradient can be put off.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxchimera.runtime.operators import splittable
+
 __all__ = ["SleepingStage", "squared_error"]
 
 
@@ -18,15 +21,15 @@ class _SleepInput(torch.autograd.Function):
     """The identity: sleeps in forward, and in backward for the input gradient's share."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, forward_seconds: float, backward_seconds: float) -> Tensor:
-        ctx.backward_seconds, ctx.anchored = backward_seconds, anchor is not None
+    def forward(ctx: Any, x: Tensor, forward_seconds: float, backward_seconds: float) -> Tensor:
+        ctx.backward_seconds = backward_seconds
         time.sleep(forward_seconds)
         return x * 1.0
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         time.sleep(ctx.backward_seconds)
-        return grad * 1.0, torch.zeros(1) if ctx.anchored else None, None, None
+        return grad * 1.0, None, None
 
 
 class _SleepWeight(torch.autograd.Function):
@@ -40,7 +43,13 @@ class _SleepWeight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         time.sleep(ctx.backward_seconds)
-        return grad.reshape(-1, grad.shape[-1]).sum(0), None
+        return grad.reshape(-1, grad.shape[-1]).sum(0, keepdim=True), None
+
+
+@splittable
+def _work(x: Tensor, weight: Tensor, forward_seconds: float, half_backward_seconds: float) -> Tensor:
+    """``x + weight``, slowly."""
+    return _SleepInput.apply(x, forward_seconds, half_backward_seconds) + _SleepWeight.apply(weight, half_backward_seconds)
 
 
 class SleepingStage(nn.Module):
@@ -51,14 +60,15 @@ class SleepingStage(nn.Module):
 
     def __init__(self, width: int, forward_seconds: float, backward_seconds: float, *, first: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(width))
+        self.weight = nn.Parameter(torch.zeros(1, width))
         self.anchor = nn.Parameter(torch.zeros(1)) if first else None
         self.forward_seconds, self.half_backward_seconds = forward_seconds, backward_seconds / 2
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [rows, width] to [rows, width]."""
-        x = _SleepInput.apply(x, self.anchor, self.forward_seconds, self.half_backward_seconds)
-        return x + _SleepWeight.apply(self.weight, self.half_backward_seconds)
+        if self.anchor is not None:
+            x = x + self.anchor
+        return _work(x, self.weight, self.forward_seconds, self.half_backward_seconds)
 
 
 def squared_error(output: Tensor, target: Tensor) -> Tensor:

@@ -30,6 +30,13 @@ class Peer:
     num_devices: int
     n_microbatches: int
 
+    @property
+    def actions(self) -> float:
+        """Computations of a step on a rank, on average."""
+        if self.num_stages == self.num_devices:
+            return 2.0 * self.n_microbatches
+        return sum(action is not None for actions in self.schedule.pipeline_order.values() for action in actions) / self.num_devices
+
     def step_function(self, batch: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
         """Return a function that runs one training step as torch wants it on this rank."""
         args = (batch,) if self.first else ()

@@ -15,8 +15,9 @@ from torch import nn
 from fxchimera.errors import CoarseCutWarning, ScheduleError
 from fxchimera.pipe import Pipeline
 from fxchimera.planner.caps import Cap
-from fxchimera.planner.draft import draft
+from fxchimera.planner.draft import Auto, draft
 from fxchimera.planner.table import Plan
+from fxchimera.runtime.copies import allows_two_copies
 from fxchimera.runtime.failure import Cause, Limits
 from fxchimera.runtime.loss import LossFn, LossWeight, weights_of
 from fxchimera.runtime.microbatch import Batch, ChunkSpecs, divide
@@ -65,6 +66,8 @@ def pipeline(
         num_stages: Number of stages, and of ranks (D); a schedule with two chunks a rank cuts the model into 2D.
         n_microbatches: Number of micro-batches a batch is divided into (N), both directions together.
         schedule: "chimera" (even D), "1f1b", "gpipe" or another family, an :class:`Order`, or a callable ``(D, N) -> Order``.
+            "auto" searches, about a second, for the cut and the order that end soonest together, for any D; a rank holds at most
+            D micro-batches (of one stage each), or what ``memory`` allows, and a second copy of a stage where the model allows it.
         split_points: Qualified names of the modules that begin a new stage, instead of the automatic cut.
         loss_weight: How a micro-batch counts: "samples" (by rows), "sum" (the loss is a sum), an ignore_index (by targets that are
             not it), or a callable ``(target, args, kwargs) -> number``.
@@ -89,14 +92,14 @@ def pipeline(
         FxChimeraError: The number of ranks is not ``num_stages``, or ranks disagree.
     """
     order = _order(schedule, num_stages, n_microbatches)
-    world = make_world(order.placement.num_ranks, Limits(wait_seconds))
+    world = make_world(num_stages, Limits(wait_seconds))
     try:
         specs = ChunkSpecs(args=args_chunk_spec, kwargs=kwargs_chunk_spec, target=target_chunk_spec)
         batch = divide(example_args, dict(example_kwargs or {}), None, n_microbatches, specs)
         programs, plan = _plan(model, batch, order, split_points, cost, world, memory, optimizer_values)
         chosen_seed = world.spread(torch.initial_seed() if seed is None else seed, "pipeline()")
         return Pipeline(
-            model, programs, order, world, plan=plan, loss_fn=loss_fn, loss_weight=loss_weight, specs=specs, seed=chosen_seed
+            model, programs, plan.order, world, plan=plan, loss_fn=loss_fn, loss_weight=loss_weight, specs=specs, seed=chosen_seed
         )
     except BaseException as error:
         world.failure.report(Cause(world.process, f"pipeline() could not be made: {type(error).__name__}: {error}"))
@@ -126,19 +129,20 @@ def reference(
 
     The randomness is keyed as in the pipeline, and the gradient sums are associated as in the pipeline: per (stage, replica) over
     micro-batches ascending, then the uses of a tied parameter by stage ascending, then the replicas, down before up.  So the
-    returned loss and gradients equal the pipeline's to the last bit.  The model's ``.grad`` stays as it is.
+    returned loss and gradients equal the pipeline's to the last bit.  The model's ``.grad`` stays as it is.  For a pipeline made
+    with "auto" under ``memory`` or measured costs, pass its ``plan.order`` as ``schedule``.
     """
     order = _order(schedule, num_stages, n_microbatches)
     specs = ChunkSpecs(args=args_chunk_spec, kwargs=kwargs_chunk_spec, target=target_chunk_spec)
     batch = divide(args, kwargs, target, n_microbatches, specs)
-    programs, _ = _plan(model, batch, order, split_points, "analytic", None)
+    programs, plan = _plan(model, batch, order, split_points, "analytic", None)
     chosen_seed = torch.initial_seed() if seed is None else seed
     found = true_programs(programs, batch, seed=chosen_seed, step=step)
     return run_reference(
         model,
         batch,
         found,
-        order.placement,
+        plan.placement,
         weights=weights_of(batch, loss_weight, loss_fn, found),
         loss_fn=loss_fn,
         loss_scale=loss_scale,
@@ -147,7 +151,9 @@ def reference(
     )
 
 
-def _order(schedule: Schedule, num_stages: int, n_microbatches: int) -> Order:
+def _order(schedule: Schedule, num_stages: int, n_microbatches: int) -> Order | Auto:
+    if isinstance(schedule, str) and schedule.lower() == "auto":
+        return Auto(num_stages, n_microbatches, lambda captured: allows_two_copies(captured, n_microbatches))
     if isinstance(schedule, str):
         order = make_order(schedule, num_stages, n_microbatches)
     else:
@@ -164,14 +170,14 @@ def _order(schedule: Schedule, num_stages: int, n_microbatches: int) -> Order:
 def _plan(
     model: nn.Module,
     batch: Batch,
-    order: Order,
+    order: Order | Auto,
     split_points: Sequence[str],
     cost: str,
     world: World | None,
     memory: Cap | Sequence[Cap] | None = None,
     optimizer_values: float = 2.0,
 ) -> tuple[Programs, Plan]:
-    """Record the first micro-batch and cut the recording; with measured costs every rank uses rank 0's."""
+    """Record the first micro-batch, cut the recording and settle the order; with measured costs every rank uses rank 0's."""
     example = batch.microbatches[0]
     made = draft(
         model,
@@ -187,7 +193,7 @@ def _plan(
     for note in made.captured.report.notes:
         warnings.warn(note, stacklevel=3)
     for note in made.cut.notes:
-        warnings.warn(f"{note} {_idle(made.cut, order)}", CoarseCutWarning, stacklevel=3)
+        warnings.warn(f"{note} {_idle(made.cut, made.order)}", CoarseCutWarning, stacklevel=3)
     return Programs(made.captured, made.cut, example), made.plan
 
 

@@ -44,7 +44,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--stages", type=int, default=4, help="stages of the pipeline, D (default %(default)s)")
     add("--microbatches", type=int, default=8, help="micro-batches of a step, N (default %(default)s)")
-    add("--schedule", default="chimera", help="chimera, 1f1b or gpipe (default %(default)s)")
+    add("--schedule", default="chimera", help="auto, chimera, 1f1b or another family (default %(default)s)")
     add("--steps", type=int, default=400, help="optimizer steps (default %(default)s)")
     add("--layers", type=int, default=4, help="transformer blocks (default %(default)s)")
     add("--width", type=int, default=128, help="hidden width, a multiple of 32 (default %(default)s)")

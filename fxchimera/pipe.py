@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fxchimera.runtime.agreement import Call, agree
 from fxchimera.runtime.attempts import Attempts
 from fxchimera.runtime.engine import Engine, Orders
 from fxchimera.runtime.failure import Cause
+from fxchimera.runtime.homes import Homes
 from fxchimera.runtime.loss import LossFn, LossWeight
 from fxchimera.runtime.microbatch import ChunkSpecs, merge
 from fxchimera.runtime.norms import clip_gradients
@@ -24,6 +26,7 @@ from fxchimera.runtime.preparation import Preparation
 from fxchimera.runtime.program import Program, Programs
 from fxchimera.runtime.results import gather_loss, gather_outputs, gather_timeline
 from fxchimera.runtime.state import gather_state, load_state, owned_state, owner_process
+from fxchimera.runtime.undo import undo_of
 from fxchimera.runtime.verify import Verification, compare_with_plain
 from fxchimera.runtime.warmup import in_mode
 from fxchimera.runtime.world import World
@@ -67,7 +70,8 @@ class Pipeline:
         self._preparation = Preparation(
             model, programs, self._engine, world, loss_fn=loss_fn, loss_weight=loss_weight, specs=specs, seed=seed
         )
-        self._attempts = Attempts(model, programs, self._preparation, self._engine, world)
+        homes = Homes(self._owner, first, order.placement.pipes[0], processes=world.num_processes > 1)
+        self._attempts = Attempts(model, programs, self._preparation, self._engine, world, homes)
         self._in_use = threading.Lock()
         self._step = 0
         self._pending: tuple[int, ...] = ()
@@ -213,7 +217,7 @@ class Pipeline:
     def verify(self, *args: Any, target: Any = None, **kwargs: Any) -> Verification:
         """Run one batch through the pipeline and through the plain model and compare loss and every gradient.
 
-        Gradients, buffers and the step count are as before afterwards.  Needs a host that holds the whole model.
+        Gradients, buffers, attributes and the step count are as before afterwards.  Needs a host that holds the whole model.
         """
         if self._pending:
             raise FxChimeraError("verify() cannot run between a step under no_sync() and the step that exchanges its gradients")
@@ -223,19 +227,19 @@ class Pipeline:
     def _verify(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Verification:
         state = self.state_dict()
         grads = {name: parameter.grad for name, parameter in self.named_parameters()}
-        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         job = self._preparation.job(Call.STEP, args, kwargs, target, order=self._orders.step, steps=(self._step,))
+        job, undo = replace(job, trial=True), undo_of(self._model, self._model.buffers())
         try:
             for parameter in self.parameters():
                 parameter.grad = None
             finished, loss = self._attempts.train(Call.STEP, job, hooks=False)
+            self._engine.undo_trial()
             self._timeline = finished.timeline
             own = {name: parameter.grad for name, parameter in self.named_parameters()}
         finally:
             for name, parameter in self.named_parameters():
                 parameter.grad = grads[name]
-            for buffer, value in buffers:
-                buffer.data.copy_(value)
+            undo()
         return compare_with_plain(self._world, self._model, self._names, finished.job, state, loss, own)
 
     # ------------------------------------------------------------------ end

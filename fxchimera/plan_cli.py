@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxchimera.errors import FxChimeraError
-from fxchimera.schedule import certify, make_order, simulate
-from fxchimera.schedule.certificate import Certificate
+from fxchimera.schedule import make_order, simulate
 
 if TYPE_CHECKING:  # torch takes seconds to load, and the other verbs do without
     from fxchimera.planner.builders import Example
-    from fxchimera.planner.draft import Draft
+    from fxchimera.planner.draft import Auto, Draft
     from fxchimera.planner.formulas import StageFormulas
     from fxchimera.runtime.microbatch import MicroBatch
     from fxchimera.schedule import Costs, Order
@@ -39,7 +38,7 @@ def add_plan(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     add("target", metavar="TARGET", help="what returns the model and one batch")
     add("--stages", type=int, default=4, help="stages of the pipeline and ranks, D (default %(default)s)")
     add("--microbatches", type=int, default=8, help="micro-batches of a step, N (default %(default)s)")
-    add("--schedule", default="chimera", help="chimera, 1f1b, gpipe or another (default %(default)s)")
+    add("--schedule", default="chimera", help="chimera, 1f1b, gpipe or another, or auto (default %(default)s)")
     add("--memory", help="the most that a rank may need, for instance 24GiB; or one size for each rank, with commas")
     add("--optimizer-values", type=float, default=2.0, help="numbers the optimizer keeps a parameter (default 2, AdamW)")
     add("--cost", default="analytic", choices=("analytic", "measured"), help="flops and bytes, or seconds on this machine")
@@ -59,30 +58,37 @@ def add_plan(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 def _plan(args: argparse.Namespace) -> int:
     from fxchimera.planner.builders import build_example
-    from fxchimera.planner.table import costs_of
 
-    order = make_order(args.schedule, args.stages, args.microbatches)
+    order = _order(args.schedule, args.stages, args.microbatches)
     example = build_example(args.target, args.input)
-    first = _first_microbatch(example, order)
+    first = _first_microbatch(example, args.microbatches)
     made = _draft(args, example, first, order)
     formulas = _formulas(made, first, args.symbolic)
-    costs = costs_of(made.plan.stages)
-    certificate = certify(order, costs)
     if args.svg is not None:
-        _draw(args.svg, order, costs)
+        _draw(args.svg, made.order, made.plan.costs)
     show = _as_json if args.json else _as_text
-    sys.stdout.write(show(made, certificate, formulas) + "\n")
+    sys.stdout.write(show(made, formulas) + "\n")
     return 0
 
 
-def _first_microbatch(example: Example, order: Order) -> MicroBatch:
+def _order(schedule: str, stages: int, microbatches: int) -> Order | Auto:
+    """The order of a family, or what asks for a search."""
+    if schedule.lower() != "auto":
+        return make_order(schedule, stages, microbatches)
+    from fxchimera.planner.draft import Auto
+    from fxchimera.runtime.copies import allows_two_copies
+
+    return Auto(stages, microbatches, lambda captured: allows_two_copies(captured, microbatches))
+
+
+def _first_microbatch(example: Example, microbatches: int) -> MicroBatch:
     """Divide the batch as a pipeline would; the first micro-batch is the largest."""
     from fxchimera.runtime.microbatch import ChunkSpecs, divide
 
-    return divide(example.args, example.kwargs, None, order.placement.n_microbatches, ChunkSpecs()).microbatches[0]
+    return divide(example.args, example.kwargs, None, microbatches, ChunkSpecs()).microbatches[0]
 
 
-def _draft(args: argparse.Namespace, example: Example, first: MicroBatch, order: Order) -> Draft:
+def _draft(args: argparse.Namespace, example: Example, first: MicroBatch, order: Order | Auto) -> Draft:
     from fxchimera.planner.draft import draft
 
     return draft(
@@ -116,12 +122,10 @@ def _draw(path: Path, order: Order, costs: Costs) -> None:
         raise FxChimeraError(f"the picture cannot be written to {path}: {error}") from error
 
 
-def _as_json(made: Draft, certificate: Certificate, formulas: tuple[StageFormulas, ...]) -> str:
+def _as_json(made: Draft, formulas: tuple[StageFormulas, ...]) -> str:
     from fxchimera.planner.describe import plan_as_dict
 
-    share = certificate.bubble / certificate.makespan if certificate.makespan else 0.0
     found: dict[str, Any] = plan_as_dict(made.plan)
-    found["certificate"] = {**certificate.as_dict(), "bubble_share": share}
     if formulas:
         found["formulas"] = [
             {key: str(value) if key != "stage" else value for key, value in asdict(row).items()} for row in formulas
@@ -129,11 +133,11 @@ def _as_json(made: Draft, certificate: Certificate, formulas: tuple[StageFormula
     return json.dumps(found)
 
 
-def _as_text(made: Draft, certificate: Certificate, formulas: tuple[StageFormulas, ...]) -> str:
+def _as_text(made: Draft, formulas: tuple[StageFormulas, ...]) -> str:
     notes = [f"note: {note}" for note in made.cut.notes]
     rows = [
         f"stage {row.stage}: flops {row.flops}; bytes moved {row.moved_bytes}; activations {row.activation_bytes}; "
         f"sends {row.sent_bytes}"
         for row in formulas
     ]
-    return "\n".join([str(made.plan), "", *rows, *[""] * bool(rows), str(certificate), "", str(made.plan.report), *notes])
+    return "\n".join([str(made.plan), "", *rows, *[""] * bool(rows), str(made.plan.report), *notes])

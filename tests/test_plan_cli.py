@@ -190,3 +190,21 @@ def test_the_one_line_keeps_the_cap_too():
         assert pipe.plan._repr_html_().count("<table>") == 2
     with pytest.raises(fxchimera.PartitionError, match=r"rank . needs .* and may have 10.0 KiB"):
         fxchimera.pipeline(torch.nn.Sequential(*layers), memory=10 * 1024, **options)
+
+
+def test_the_search_plans_cut_and_order(here, capsys):
+    """Three ranks, which chimera refuses; with the cap below two copies of the weights there is one."""
+    options = ["plan_builders:meta", "--json", "--schedule", "auto", "--stages", "3", "--microbatches", "4"]
+    found = json.loads(plan(capsys, *options, "--svg", "step.svg"))
+    assert (found["schedule"], found["num_ranks"], found["certificate"]["schedule"]) == ("auto", 3, "auto")
+    assert found["certificate"]["lower_bound"] <= found["certificate"]["makespan"]
+    assert found["certificate"]["weight_copies"] == 2
+    assert all(len(stage["ranks"]) == 2 for stage in found["stages"])
+    assert (here / "step.svg").read_text().startswith("<svg")
+    layer = 4 * (16 * 16 + 16)
+    small = json.loads(plan(capsys, *options, "--memory", f"{14 * layer}"))
+    assert small["certificate"]["weight_copies"] == 1
+    assert max(need["total"] for need in small["memory"]) <= 14 * layer
+    text = plan(capsys, *[option for option in options if option != "--json"])
+    assert "schedule auto" in text
+    assert "2 weight copies" in text

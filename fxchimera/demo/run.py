@@ -22,7 +22,6 @@ from fxchimera.demo.data import Corpus, batches, make_corpus, python_reference
 from fxchimera.demo.files import Curve, Summary, write_curve, write_model
 from fxchimera.demo.model import learning_rate, make_gpt2, sample, warmup_cosine
 from fxchimera.errors import FxChimeraError
-from fxchimera.planner.table import costs_of
 from fxchimera.schedule import lower, make_order, simulate
 from fxchimera.view import Drawing
 
@@ -125,12 +124,12 @@ def _show_plan(demo: _Demo) -> None:
     demo.printer.title("the plan")
     demo.printer.text(demo.pipe.plan)
     demo.printer.text("(costs are counted flops and bytes at an accelerator's rates, so the cut is the same in every run)")
-    costs = costs_of(demo.pipe.plan.stages)
-    others = ["1f1b"] if demo.options.stages % 2 else ["1f1b", "chimera"]
-    for schedule in dict.fromkeys([*others, demo.options.schedule]):
-        order = lower(make_order(schedule, demo.options.stages, demo.options.microbatches))
-        demo.printer.title(f"one step of {schedule}, predicted from these costs")
-        demo.printer.text(Drawing((simulate(order, costs),)))
+    plan, stages = demo.pipe.plan, demo.options.stages
+    others = ["1f1b"] if stages % 2 else ["1f1b", "chimera"]
+    orders = [make_order(name, stages, demo.options.microbatches) for name in others if plan.order.placement.num_stages == stages]
+    for order in {**{other.name: other for other in orders}, plan.order.name: plan.order}.values():
+        demo.printer.title(f"one step of {order.name}, predicted from these costs")
+        demo.printer.text(Drawing((simulate(lower(order), plan.costs),)))
 
 
 def _train(demo: _Demo) -> Curve:

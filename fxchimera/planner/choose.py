@@ -43,7 +43,9 @@ def sizes_of(captured: Captured, *, optimizer_values: float = 2.0) -> Sizes:
     return Sizes(
         parameters={name: parameter.nbytes for name, parameter in parameters.items()},
         gradients={name: parameter.nbytes for name, parameter in parameters.items() if parameter.requires_grad},
-        buffers={name: buffer.nbytes for name, buffer in model.named_buffers()},
+        buffers={
+            name: buffer.numel() * buffer.itemsize for name, buffer in model.named_buffers()
+        },  # a sparse one as if it were dense
         optimizer_values=optimizer_values,
     )
 
@@ -72,9 +74,12 @@ class Memory:
         state = self.sizes.optimizer_values
         ranks = []
         for cap, held in zip(self.caps, self.held, strict=True):
-            counts = zip(held.replicas, held.most(), strict=True)
-            shares = (Share(stage, 1.0, 1.0 + (0.0 if pipe else state), float(count)) for (pipe, stage), count in counts)
-            ranks.append((float(cap), tuple(shares)))
+            shares: dict[int, Share] = {}  # the middle rank of an odd number holds both copies of its stage
+            for (pipe, stage), count in zip(held.replicas, held.most(), strict=True):
+                known = shares.get(stage, Share(stage, 0.0, 0.0, 0.0))
+                trained = known.trainable + 1.0 + (0.0 if pipe else state)
+                shares[stage] = Share(stage, known.parameter + 1.0, trained, known.saved + count)
+            ranks.append((float(cap), tuple(shares.values())))
         return Room(
             ranks=tuple(ranks),
             excess=lambda stages: max(need.total / cap for need, cap in zip(self.needed(stages), self.caps, strict=True)),

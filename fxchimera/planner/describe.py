@@ -12,6 +12,8 @@ def plan_as_dict(plan: Plan) -> dict[str, object]:
     """The figures of a plan: seconds and bytes, of a stage for one micro-batch and of a rank for a step."""
     place = plan.placement
     caps = plan.caps or (None,) * place.num_ranks
+    certificate = plan.certificate
+    share = certificate.bubble / certificate.makespan if certificate.makespan else 0.0
     return {
         "num_stages": place.num_stages,
         "num_ranks": place.num_ranks,
@@ -25,6 +27,7 @@ def plan_as_dict(plan: Plan) -> dict[str, object]:
             for stage, span in zip(plan.stages, plan.spans, strict=True)
         ],
         "memory": [{**need.as_dict(), "cap": cap} for need, cap in zip(plan.memory, caps, strict=True)],
+        "certificate": {**certificate.as_dict(), "bubble_share": share},
         "notes": list(plan.cut.notes),
         "report": _report_as_dict(plan),
     }

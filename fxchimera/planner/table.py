@@ -1,4 +1,4 @@
-"""The plan as a user reads it: which stage is on which rank, what it costs, what crosses each cut, and the memory of every rank."""
+"""The plan as a user reads it: stages and ranks, what each costs, what crosses each cut, memory, and the order's certificate."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from dataclasses import dataclass
 from fxchimera.planner.caps import readable_bytes
 from fxchimera.planner.memory import RankMemory
 from fxchimera.planner.spans import spans_of
+from fxchimera.schedule.certificate import Certificate, certify
 from fxchimera.schedule.order import Order
 from fxchimera.schedule.placement import Placement
+from fxchimera.schedule.problem import Problem
 from fxchimera.schedule.profile import Costs
 from fxchimera_passes.captured import Captured
 from fxchimera_passes.plan import BoundaryValue, Load, Stage, StagePlan
 from fxchimera_passes.report import Explanation, explain
 
-__all__ = ["Plan", "costs_of"]
+__all__ = ["SPLIT_PRICE", "Plan", "costs_of"]
+
+SPLIT_PRICE = 0.04  # what two halves take beyond a whole backward: 3 to 5 % of a transformer layer on a CPU (benchmarks/split.py)
 
 _Table = list[tuple[str, ...]]
 
@@ -43,11 +47,15 @@ class Plan:
     ``activation_bytes``, ``sent``, ``owned`` and more.  ``memory`` has the bytes of every rank for a step, ``caps`` what they may
     be (empty: no cap).  ``spans`` tells what part of the model a stage is.  ``report`` explains the recording: modules
     opened and closed and why, what it holds for, constants, what stays together, what is computed again; it prints as a text.
+
+    ``order`` is what every rank does, computations only; given as ``schedule=`` it makes the same step again.  ``certificate`` has
+    its makespan under ``costs``, with a proven lower bound.
     """
 
     cut: StagePlan
-    placement: Placement
-    schedule: str
+    order: Order
+    costs: Costs
+    certificate: Certificate
     report: Explanation
     memory: tuple[RankMemory, ...]
     caps: tuple[int, ...]
@@ -55,13 +63,21 @@ class Plan:
 
     @classmethod
     def of(
-        cls, captured: Captured, cut: StagePlan, order: Order, memory: tuple[RankMemory, ...], caps: tuple[int, ...] = ()
+        cls,
+        captured: Captured,
+        cut: StagePlan,
+        order: Order,
+        memory: tuple[RankMemory, ...],
+        caps: tuple[int, ...] = (),
+        problem: Problem | None = None,
     ) -> Plan:
-        """The plan of a cut for the order that will run it."""
+        """The plan of a cut for the order that will run it; ``problem`` has the limits it was searched in."""
+        costs = costs_of(cut.stages)
         return cls(
             cut=cut,
-            placement=order.placement,
-            schedule=order.name,
+            order=order,
+            costs=costs,
+            certificate=certify(order, costs, problem=problem),
             report=explain(captured, cut),
             memory=memory,
             caps=caps,
@@ -74,18 +90,30 @@ class Plan:
         return self.cut.stages
 
     @property
+    def placement(self) -> Placement:
+        """Where the stages are, and which way each micro-batch goes."""
+        return self.order.placement
+
+    @property
+    def schedule(self) -> str:
+        """The order's name."""
+        return self.order.name
+
+    @property
     def gap(self) -> float:
         """How far the heaviest stage is from the proven bound of any legal cut (0.05 is 5 %)."""
         return self.cut.gap
 
     def __str__(self) -> str:
-        return "\n".join([self._title(), *_text(self._stage_rows()), "", self._memory_title(), *_text(self._rank_rows())])
+        stages, ranks = _text(self._stage_rows()), _text(self._rank_rows())
+        return "\n".join([self._title(), *stages, "", self._memory_title(), *ranks, "", str(self.certificate)])
 
     __repr__ = __str__  # a shell shows the table, not the records behind it
 
     def _repr_html_(self) -> str:
         tables = ((self._title(), self._stage_rows()), (self._memory_title(), self._rank_rows()))
-        return "".join(f"<p>{html.escape(title)}</p>{_html(rows)}" for title, rows in tables)
+        shown = "".join(f"<p>{html.escape(title)}</p>{_html(rows)}" for title, rows in tables)
+        return f"{shown}<p>{html.escape(str(self.certificate))}</p>"
 
     def _title(self) -> str:
         place = self.placement
@@ -143,13 +171,18 @@ class Plan:
         return [_RANKS, *rows]
 
 
-def costs_of(stages: Sequence[Stage] | Sequence[Load], *, latency: float = 0.0) -> Costs:
-    """Return the schedule's view of the stages: seconds by stage, the backward in two halves, and the bytes of each boundary."""
-    half = tuple(stage.backward_seconds / 2 for stage in stages)
+def costs_of(stages: Sequence[Stage] | Sequence[Load], *, latency: float = 0.0, split_price: float = SPLIT_PRICE) -> Costs:
+    """Return the schedule's view of the stages: seconds by stage, whole backwards and their halves, bytes of each boundary.
+
+    The halves are equal, and together take ``1 + split_price`` times the whole.
+    """
+    whole = tuple(stage.backward_seconds for stage in stages)
+    half = tuple((1.0 + split_price) * seconds / 2 for seconds in whole)
     return Costs(
         forward=tuple(stage.forward_seconds for stage in stages),
         input_grad=half,
         weight_grad=half,
+        backward=whole,
         latency=latency,
         boundary_bytes=tuple(stage.sent_bytes for stage in stages[:-1]),
     )

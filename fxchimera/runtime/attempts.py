@@ -17,9 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fxchimera.errors import FxChimeraError
 from fxchimera.runtime.agreement import Call
 from fxchimera.runtime.engine import Engine
 from fxchimera.runtime.failure import Cause
+from fxchimera.runtime.homes import Homes
 from fxchimera.runtime.job import Job, Result
 from fxchimera.runtime.preparation import Preparation
 from fxchimera.runtime.program import MOST_RUNS, Programs, known_paths, unsettled
@@ -44,9 +46,11 @@ class Finished:
 class Attempts:
     """Runs jobs; ``repeated`` counts the runs that were undone because an answer was wrong."""
 
-    def __init__(self, model: nn.Module, programs: Programs, preparation: Preparation, engine: Engine, world: World) -> None:
+    def __init__(
+        self, model: nn.Module, programs: Programs, preparation: Preparation, engine: Engine, world: World, homes: Homes
+    ) -> None:
         self._model, self._programs, self._preparation, self._engine = model, programs, preparation, engine
-        self._world = world
+        self._world, self._homes = world, homes
         self.repeated = 0
 
     def run(self, call: Call, job: Job) -> Finished:
@@ -54,10 +58,13 @@ class Attempts:
 
         Raises:
             PipelineError: A rank failed.
-            FxChimeraError: Answers were still wrong after ``MOST_RUNS`` runs, or a path cannot be recorded; nothing was changed.
+            FxChimeraError: Answers were still wrong after ``MOST_RUNS`` runs, a path cannot be recorded, or a buffer has no one
+                stage (see :class:`Homes`); nothing was changed.
         """
         for _ in range(MOST_RUNS):
             undo = self._remember(job) if job.assumes else None
+            if undo is None:
+                self._homes.check(job.programs)
             try:
                 results, timeline = self._engine.run(job)
                 wrong = self._judge(job, results) if undo is not None else {}
@@ -65,9 +72,12 @@ class Attempts:
                 if job.train:
                     self._engine.abandon()
                 raise
-            if undo is None or not wrong:
+            if not wrong:
+                if undo is not None:
+                    self._settle(job, undo)
                 self._programs.succeeded()
                 return Finished(job, results, timeline)
+            assert undo is not None
             undo()
             self.repeated += 1
             latest = [job.programs[m].captured.assumed[ordinal] for m, (ordinal, _) in sorted(wrong.items())]
@@ -92,6 +102,14 @@ class Attempts:
             text = f"after the step, in a hook on a parameter: {type(error).__name__}: {error}"
             raise self._world.failure.report(Cause(self._world.process, text)).error() from error
         return finished, loss
+
+    def _settle(self, job: Job, undo: Callable[[], None]) -> None:
+        """All answers were right, so these are the recordings to look at."""
+        try:
+            self._homes.check(job.programs)
+        except FxChimeraError:
+            undo()
+            raise
 
     def _judge(self, job: Job, results: list[Result]) -> dict[int, tuple[int, Answer]]:
         verdict = gather_answers(self._world, results, len(job.programs))

@@ -52,7 +52,7 @@ def norm_layers(modules: Mapping[str, nn.Module]) -> tuple[NormLayer, ...]:
 
 @contextlib.contextmanager
 def on_scratch_statistics(layers: Sequence[NormLayer]) -> Iterator[dict[str, Delta]]:
-    """Run a forward on statistics that start at zero; the dict yielded is filled with each layer's delta at the end."""
+    """Run a forward on statistics that start at zero; the dict yielded is filled with the used layers' deltas at the end."""
     deltas: dict[str, Delta] = {}
     saved = [(layer, dict(layer.module._buffers)) for layer in layers if layer.writes]
     for layer, buffers in saved:
@@ -61,7 +61,9 @@ def on_scratch_statistics(layers: Sequence[NormLayer]) -> Iterator[dict[str, Del
     try:
         yield deltas
         for layer, _ in saved:
-            deltas[layer.name] = _delta(layer.module)
+            delta = _delta(layer.module)
+            if delta.calls:  # the micro-batch's path may go around a layer
+                deltas[layer.name] = delta
     finally:
         for layer, buffers in saved:
             layer.module._buffers.update(buffers)

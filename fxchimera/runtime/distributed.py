@@ -1,8 +1,13 @@
 """Ranks as processes: every channel is a two-rank gloo group with a helper thread at each end.
 
-gloo cannot be polled, and a short wait kills the connection, so the blocking calls are made by helper threads and the rank's
-own thread waits on queues.  Sends and receives never share a group, and flows never share one either: with one group for both
-directions messages were delivered to the wrong consumer without any error.
+    rank's thread    pack, start the send        ...compute...                     take from the queue
+    helper           wait for it, let the buffer go        receives started ahead, waited for one by one
+
+gloo cannot be polled, and a short wait kills the connection, so helper threads wait, and the rank's own thread waits on queues.
+It starts its sends itself: a helper would have to wait for the interpreter, which the rank's thread keeps until its next
+kernel.  Receives are started ahead, because gloo moves a message for which no receive is started only after asking.  Sends and
+receives never share a group, and flows never share one either: with one group for both directions messages were delivered to the
+wrong consumer without any error.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import datetime
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +26,7 @@ import torch.distributed as dist
 from fxchimera.errors import PipelineError
 from fxchimera.runtime.failure import Cause, Failure
 from fxchimera.runtime.groups import destroy
-from fxchimera.runtime.message import Key, Payload, message_bytes, pack, unpack
+from fxchimera.runtime.message import Key, Parcel, Payload, message_bytes, unpack
 from fxchimera.runtime.sharedfailure import resolve_cause
 from fxchimera.runtime.transport import Channel, Expected
 from fxchimera_passes.captured import TensorMeta
@@ -29,10 +35,13 @@ __all__ = ["DistributedTransport"]
 
 _CLOSE_SECONDS = 5.0
 _JOIN_SECONDS = 0.05
+_RARE = ("P", "G")  # flows of few large messages, for which no buffer is kept
+_UNWATCHED = 4  # sends of a channel that nobody waits for yet
+_AHEAD = 2  # receives of a channel that are started and not done: the next one is there while a message is handed over
 
 
 class _Helper(threading.Thread):
-    """Makes the blocking calls of one end of a channel; ``tasks`` ends with None.
+    """Waits at one end of a channel; ``tasks`` ends with None.
 
     When it has ended, its group is destroyed.  That closes the connection and so releases the helper at the other end, if that
     one is blocked: of the two ends of a channel at most one can be, since two that are would have met.
@@ -41,29 +50,67 @@ class _Helper(threading.Thread):
     def __init__(self, channel: Channel, group: dist.ProcessGroup, failure: Failure, peer: int) -> None:
         super().__init__(name=f"fxchimera-{channel}", daemon=True)
         self.tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.channel, self.group, self.peer = channel, group, peer
-        self._failure = failure
+        self.channel, self.group = channel, group
+        self._failure, self._peer = failure, peer
 
     def run(self) -> None:
         try:
-            while (task := self.tasks.get()) is not None:
-                if self._failure.cause is None:
-                    self.handle(task)
+            self.serve()
         except Exception as error:
-            cause = Cause(self.peer, f"the connection on channel {self.channel} broke: {error}")
-            resolve_cause(self._failure, cause)
+            self.broken(error)
 
-    def handle(self, task: Any) -> None:
-        """Do one blocking call."""
+    def serve(self) -> None:
+        """Do every task, until there is none any more."""
         raise TypeError(f"{type(self).__name__} does not say how")
+
+    def broken(self, error: Exception) -> Cause:
+        """Return the cause behind an error of gloo's."""
+        return resolve_cause(self._failure, Cause(self._peer, f"the connection on channel {self.channel} broke: {error}"))
 
 
 class _Sender(_Helper):
-    """Sends the buffers of one channel, in order; a buffer lives until its send is done."""
+    """Waits for the sends of one channel, in order; a buffer is left alone until its send is done, and then used again."""
 
-    def handle(self, task: tuple[int, torch.Tensor]) -> None:
-        tag, buffer = task
-        dist.send(buffer, self.peer, group=self.group, tag=tag)
+    def __init__(self, channel: Channel, group: dist.ProcessGroup, failure: Failure, peer: int) -> None:
+        super().__init__(channel, group, failure, peer)
+        self._unwatched: list[tuple[dist.Work, Parcel]] = []
+        self._left: list[tuple[dist.Work, Parcel]] = []
+        kept = _UNWATCHED if channel[2] not in _RARE else 0
+        self._free: deque[Parcel] = deque(maxlen=kept)
+
+    def send(self, key: Key, payload: Payload, metas: Sequence[TensorMeta]) -> None:
+        """Start a send, on the caller's thread.
+
+        Raises:
+            PipelineError: The connection is broken, or the payload is not what ``metas`` say.
+        """
+        parcel = self._free.popleft() if self._free else None
+        if parcel is None or parcel.metas != metas:
+            parcel = Parcel(metas)
+        parcel.fill(key, payload)
+        try:
+            work = dist.isend(parcel.buffer, self._peer, group=self.group, tag=_tag(key))
+        except Exception as error:
+            raise self.broken(error).error() from error
+        assert work is not None
+        self._unwatched.append((work, parcel))
+        if len(self._unwatched) >= _UNWATCHED:
+            self.watch()
+
+    def watch(self) -> None:
+        """Give the helper what was started; waking it costs the caller's thread some of the interpreter's time."""
+        unwatched, self._unwatched = self._unwatched, []
+        for task in unwatched:
+            self.tasks.put(task)
+
+    def serve(self) -> None:
+        while (task := self.tasks.get()) is not None:
+            if self._failure.cause is None:
+                task[0].wait()
+                self._free.append(task[1])
+            else:
+                self._left.append(task)  # gloo may read from the buffer until the group is destroyed
+            del task  # a waiting thread keeps no buffer alive
 
 
 class _Receiver(_Helper):
@@ -72,11 +119,31 @@ class _Receiver(_Helper):
     def __init__(self, channel: Channel, group: dist.ProcessGroup, failure: Failure, peer: int) -> None:
         super().__init__(channel, group, failure, peer)
         self.arrived: queue.SimpleQueue[tuple[Expected, torch.Tensor]] = queue.SimpleQueue()
+        self._begun: deque[tuple[Expected, torch.Tensor, dist.Work]] = deque()
 
-    def handle(self, task: Expected) -> None:
-        buffer = torch.empty(message_bytes(task.metas), dtype=torch.uint8)
-        dist.recv(buffer, self.peer, group=self.group, tag=_tag(task.key))
-        self.arrived.put((task, buffer))
+    def serve(self) -> None:
+        while self._begin_ahead():
+            expected, buffer, work = self._begun[0]  # stays there: after a failure gloo may still write into it
+            work.wait()
+            self.arrived.put((expected, buffer))
+            self._begun.popleft()
+            del expected, buffer, work
+
+    def _begin_ahead(self) -> bool:
+        """Begin the next receives, and wait for a task when there is none to wait for; False at the end."""
+        while len(self._begun) < _AHEAD:
+            try:
+                task = self.tasks.get(block=not self._begun)
+            except queue.Empty:
+                break
+            if task is None:
+                return False
+            if self._failure.cause is None:
+                buffer = torch.empty(message_bytes(task.metas), dtype=torch.uint8)
+                work = dist.irecv(buffer, self._peer, group=self.group, tag=_tag(task.key))
+                assert work is not None
+                self._begun.append((task, buffer, work))
+        return True
 
 
 class DistributedTransport:
@@ -106,16 +173,25 @@ class DistributedTransport:
 
     def post(self, expected: Sequence[Expected]) -> None:
         """Start receiving the announced messages."""
+        self._watch()
         for message in expected:
             self._receivers[message.channel].tasks.put(message)
 
     def send(self, channel: Channel, key: Key, payload: Payload, metas: Sequence[TensorMeta]) -> None:
-        """Pack the tensors now, so that the caller may change them, and send them in the background."""
-        self._senders[channel].tasks.put((_tag(key), pack(key, payload, metas)))
+        """Pack the tensors, so that the caller may change them, and start to send them.
 
-    def receive(self, channel: Channel, key: Key, what: str) -> Payload:
+        Raises:
+            PipelineError: The connection is broken, or another rank has failed.
+        """
+        self._failure.check()
+        self._senders[channel].send(key, payload, metas)
+
+    def receive(self, channel: Channel, key: Key, what: object) -> Payload:
         """Wait for the next message of the channel and unpack it."""
-        expected, buffer = self._failure.wait(self._receivers[channel].arrived, what)
+        arrived = self._receivers[channel].arrived
+        if arrived.empty():  # there is time
+            self._watch()
+        expected, buffer = self._failure.wait(arrived, what)
         if expected.key != key:
             raise PipelineError(f"{what}: expected {key}, but {expected.key} was announced in its place")
         return unpack(key, buffer, expected.metas)
@@ -123,6 +199,7 @@ class DistributedTransport:
     def close(self) -> None:
         """Let every helper finish what it has and end, and destroy the groups."""
         helpers: list[_Helper] = [*self._senders.values(), *self._receivers.values()]
+        self._watch()
         self._senders, self._receivers = {}, {}
         for helper in helpers:
             helper.tasks.put(None)
@@ -134,6 +211,10 @@ class DistributedTransport:
                     destroy(helper.group)
                     del helper.group
                     helpers.remove(helper)
+
+    def _watch(self) -> None:
+        for sender in self._senders.values():
+            sender.watch()
 
 
 def _tag(key: Key) -> int:

@@ -14,6 +14,7 @@ from fxchimera.runtime.crew import Crew
 from fxchimera.runtime.distributed import DistributedTransport
 from fxchimera.runtime.exchange import Exchange, sync_edges
 from fxchimera.runtime.executor import Executor
+from fxchimera.runtime.failure import Cause
 from fxchimera.runtime.gradients import call_back
 from fxchimera.runtime.inspection import Inspection
 from fxchimera.runtime.job import Job, Result
@@ -23,6 +24,7 @@ from fxchimera.runtime.replica import Replica
 from fxchimera.runtime.safety import refuse_unsafe
 from fxchimera.runtime.transport import Transport
 from fxchimera.runtime.world import LocalWorld, World
+from fxchimera.schedule.action import Kind
 from fxchimera.schedule.check import check
 from fxchimera.schedule.families import forward_only
 from fxchimera.schedule.lower import lower
@@ -116,12 +118,28 @@ class Engine:
         always = not all(program.captured.cache for program in job.programs)
         with without_cache(self._model, always=always):  # as recorded; closed modules read their configuration in every forward
             torch.clear_autocast_cache()  # holds the weights of an earlier step, if the caller's region spans several
-            for executor in self.executors:
-                for replica in executor.replicas.values():
-                    replica.follow(job.settings)
+            self._prepare(job)
             results = self._crew.run(job)
         events = sorted((e for result in results for e in result.events), key=lambda e: (e.start, e.rank, e.end))
         return results, Timeline(f"{job.order.name} (measured)", self.placement, tuple(events))
+
+    def _prepare(self, job: Job) -> None:
+        """Bring every replica to where the job begins.
+
+        All replicas of a stage take in all recordings, not only those of their own micro-batches: buffers and batch-norm statistics
+        travel as a list over those that a replica knows.
+        """
+        programs = dict.fromkeys(job.programs)
+        for executor in self.executors:
+            for replica in executor.replicas.values():
+                try:
+                    replica.learn(programs)
+                except Exception as error:  # on this rank only, perhaps; the others are not to wait
+                    text = f"stage {replica.stage}, before the first action: {type(error).__name__}: {error}"
+                    raise self.world.failure.report(Cause(executor.rank, text)).error() from error
+                replica.follow(job.settings)
+                if job.assumes or job.trial:
+                    replica.remember()
 
     def commit(self, job: Job, *, hooks: bool = True) -> None:
         """Give the owned parameters the gradients of a job that every rank has ended well; ``hooks`` calls the user's on them."""
@@ -157,6 +175,12 @@ class Engine:
         for executor in self.executors:
             executor.exchange.retract()
 
+    def undo_trial(self) -> None:
+        """Put the attributes of clones back as they were before a job that was a trial."""
+        for executor in self.executors:
+            for replica in executor.replicas.values():
+                replica.retract()
+
     def abandon(self) -> None:
         """Give the owned parameters back the gradients that they had before a job that failed."""
         for executor in self.executors:
@@ -178,7 +202,26 @@ class Engine:
             FxChimeraError: See :func:`refuse_unsafe`.
         """
         used = sum(bool(self.placement.microbatches(pipe)) for pipe in range(len(self.placement.pipes)))
-        refuse_unsafe(program, copies=used, n_microbatches=self.placement.n_microbatches, num_processes=self.world.num_processes)
+        refuse_unsafe(
+            program,
+            copies=used,
+            n_microbatches=self.placement.n_microbatches,
+            num_processes=self.world.num_processes,
+            in_turn=_in_turn(self.orders.step),
+        )
+
+
+def _in_turn(order: Order) -> bool:
+    """Whether every stage runs the forwards of its micro-batches in ascending order."""
+    for actions in order.ranks:
+        forwards: dict[tuple[int, int], list[int]] = {}
+        for action in actions:
+            if action.kind is Kind.F and action.microbatch is not None:
+                place = (order.placement.pipe_of[action.microbatch], action.stage)
+                forwards.setdefault(place, []).append(action.microbatch)
+        if any(found != sorted(found) for found in forwards.values()):
+            return False
+    return True
 
 
 def _close(crew: Crew, transports: list[Transport], world: World) -> None:

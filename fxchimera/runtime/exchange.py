@@ -151,6 +151,8 @@ class Exchange:
         """Undo a job since :meth:`remember`, which every rank has come to the end of."""
         self.abandon()
         self._sums, self._pending, self._deltas = self._before
+        for replica in self._replicas.values():
+            replica.retract()
 
     def _give_hooks_back(self) -> None:
         for held in self._hooks:
@@ -250,7 +252,8 @@ class Exchange:
         pipe = next(pipe for pipe, held in self._placement.replicas(mirror) if held == stage)
         pipes, plan = self._placement.pipes, self._plan
         names = tuple(name for name in plan.stages[stage].parameters if pipes[0][plan.owner[name]] == owner)
-        buffers = plan.stages[stage].buffers if pipe and pipes[0][stage] == owner else ()
+        # of all recordings so far, which every replica of the stage has learned in the same order
+        buffers = tuple(self._replicas_of(stage)[0].buffers) if pipe and pipes[0][stage] == owner else ()
         return _Link((pipe, stage), names, buffers)
 
     def _trainable(self, link: _Link) -> list[str]:

@@ -6,9 +6,7 @@ Sends return at once.  Every action is timed, which makes the measured Timeline.
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -20,14 +18,16 @@ from fxchimera.runtime.loss import loss_of
 from fxchimera.runtime.losscheck import refuse_other_leaves
 from fxchimera.runtime.mailbox import Mailbox
 from fxchimera.runtime.message import Key, Payload
+from fxchimera.runtime.position import Position
 from fxchimera.runtime.program import Program
 from fxchimera.runtime.replica import Replica
+from fxchimera.runtime.timed import Timed
 from fxchimera.runtime.transport import Expected, Transport
 from fxchimera.runtime.wrongpath import WrongPaths
 from fxchimera.schedule.action import Action, Kind
 from fxchimera.schedule.channel import channel, peer
 from fxchimera.schedule.placement import Placement
-from fxchimera.schedule.timeline import Event
+from fxchimera_passes._torch import profiling
 from fxchimera_passes.captured import TensorMeta
 from fxchimera_passes.keyed import microbatch_randomness
 
@@ -76,7 +76,7 @@ class Executor:
     def _blame(self, error: BaseException, run: _Run) -> PipelineError:
         if self._failure.cause is not None:
             return self._failure.cause.error()
-        text = f"{run.position.removeprefix(f'rank {self.rank}, ')}: {type(error).__name__}: {error}"
+        text = f"{run.position.on_rank()}: {type(error).__name__}: {error}"
         return self._failure.report(Cause(self.rank, text)).error()
 
 
@@ -93,7 +93,7 @@ class _Run:
         job: Job,
     ) -> None:
         self.result = Result()
-        self.position = "before the first action"
+        self.position = Position(rank, None, placement)
         self._rank, self._placement, self._replicas = rank, placement, replicas
         self._exchange, self._transport, self._job = exchange, transport, job
         self._actions = job.order.ranks[rank]
@@ -105,6 +105,7 @@ class _Run:
         self._split = {(a.stage, a.microbatch) for a in ends if a.kind is Kind.W}
         self._deferred_norms = len(placement.pipes) > 1
         self._wrong = WrongPaths(rank, job, self.result)
+        self._profiled = profiling()
 
     def begin(self) -> None:
         """Post all receives and set earlier gradients aside."""
@@ -123,8 +124,8 @@ class _Run:
 
     def act(self, action: Action) -> None:
         """Do one action."""
-        self.position = self._describe(action)
-        if action.kind in (Kind.F, Kind.B, Kind.I, Kind.W):
+        self.position = Position(self._rank, action, self._placement)
+        if action.kind.is_compute:
             self._compute(action)
         elif action.kind.is_send:
             with self._timed(action):
@@ -139,7 +140,7 @@ class _Run:
                 self._exchange.note_statistics(replica, self._job.step)
         for action in self._actions:
             if action.kind is Kind.RECV_G:
-                self.position = self._describe(action)
+                self.position = Position(self._rank, action, self._placement)
                 assert action.peer is not None
                 with self._timed(action):
                     payload = self._receive(action)
@@ -241,7 +242,7 @@ class _Run:
     def _receive(self, action: Action) -> Payload:
         if not self._metas(action):
             return []
-        what = self._describe(action)
+        what = Position(self._rank, action, self._placement)
         return self._mailbox.take(channel(action, self._rank, self._placement), Key.of(action), what)
 
     def _refresh(self, stage: int) -> None:
@@ -280,18 +281,8 @@ class _Run:
     def _replica(self, action: Action) -> Replica:
         return self._replicas[self._placement.pipe_of[_mb(action)], action.stage]
 
-    def _describe(self, action: Action) -> str:
-        if action.microbatch is None:
-            return f"rank {self._rank}, stage {action.stage}, action {action}"
-        pipe = self._placement.pipe_name(self._placement.pipe_of[action.microbatch])
-        return f"rank {self._rank}, stage {action.stage} ({pipe}), micro-batch {action.microbatch}, action {action}"
-
-    @contextlib.contextmanager
-    def _timed(self, action: Action) -> Iterator[None]:
-        start = time.monotonic()
-        with torch.profiler.record_function(f"PP:{action}"):
-            yield
-        self.result.events.append(Event(self._rank, action, start, time.monotonic()))
+    def _timed(self, action: Action) -> Timed:
+        return Timed(self._rank, action, self.result.events, profiled=self._profiled)
 
 
 def _mb(action: Action) -> int:

@@ -65,8 +65,8 @@ class Failure:
         if self._cause is not None:
             raise self._cause.error()
 
-    def wait(self, source: queue.SimpleQueue[_T], what: str, seconds: float | None = None) -> _T:
-        """Take the next item of ``source``; ``what`` says who waits for what, ``seconds`` sets a limit other than the usual.
+    def wait(self, source: queue.SimpleQueue[_T], what: object, seconds: float | None = None) -> _T:
+        """Take the next item of ``source``; the text of ``what`` says who waits, ``seconds`` sets a limit other than the usual.
 
         Raises:
             PipelineError: Another rank has failed meanwhile, or the limit has passed.

@@ -14,7 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from fxchimera.errors import FxChimeraError
 
-__all__ = ["announce", "destroy", "join"]
+__all__ = ["announce", "announced", "begin_announcing", "destroy", "join"]
 
 _NAME_BYTES = 96
 _PACKET_BYTES = 1024
@@ -54,21 +54,43 @@ def announce(what: str, value: torch.Tensor | None, size: int, group: dist.Proce
     Raises:
         FxChimeraError: The ranks make different calls.
     """
-    packet = torch.zeros(_PACKET_BYTES, dtype=torch.uint8, device="cpu")
+    return announced(begin_announcing(what, value, size, group), value)
+
+
+def begin_announcing(
+    what: str, value: torch.Tensor | None, size: int, group: dist.ProcessGroup
+) -> tuple[dist.Work, list[torch.Tensor]]:
+    """Start what :func:`announce` does, without waiting; :func:`announced` takes what this returns."""
+    packet = bytearray(_PACKET_BYTES)
     name = what.encode()[:_NAME_BYTES]
-    packet[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8)
-    end = _NAME_BYTES + (value.nbytes if value is not None else 0)
-    if value is not None and end <= _PACKET_BYTES:
-        packet[_NAME_BYTES:end] = value.contiguous().reshape(-1).view(torch.uint8)
-    packets = [torch.empty_like(packet) for _ in range(size)]
-    dist.all_gather(packets, packet, group=group)
-    names = [bytes(other[:_NAME_BYTES].tolist()).rstrip(b"\0").decode(errors="replace") for other in packets]
-    if len(set(names)) > 1:
+    packet[: len(name)] = name
+    if value is not None and _fits(value):
+        flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        packet[_NAME_BYTES : _NAME_BYTES + value.nbytes] = flat.numpy().tobytes()
+    packets = list(torch.empty((size, _PACKET_BYTES), dtype=torch.uint8, device="cpu").unbind())
+    work = dist.all_gather(packets, torch.frombuffer(packet, dtype=torch.uint8), group=group, async_op=True)
+    assert work is not None
+    return work, packets
+
+
+def announced(begun: tuple[dist.Work, list[torch.Tensor]], value: torch.Tensor | None) -> list[torch.Tensor] | None:
+    """Wait for the packets; check and return as :func:`announce`."""
+    work, packets = begun
+    work.wait()
+    texts = [other.numpy()[:_NAME_BYTES].tobytes() for other in packets]
+    if len(set(texts)) > 1:
+        names = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
         calls = "; ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
         raise FxChimeraError(f"the ranks make different calls: {calls}; every rank must make the same calls in the same order")
-    if value is None or end > _PACKET_BYTES:
+    if value is None or not _fits(value):
         return None
+    end = _NAME_BYTES + value.nbytes
     return [other[_NAME_BYTES:end].clone().view(value.dtype).reshape(value.shape) for other in packets]
+
+
+def _fits(value: torch.Tensor) -> bool:
+    """Whether ``value`` goes along with an announcement."""
+    return _NAME_BYTES + value.nbytes <= _PACKET_BYTES
 
 
 def destroy(group: dist.ProcessGroup) -> None:

@@ -25,7 +25,7 @@ class Job:
 
     ``weights`` are the micro-batches' shares of the loss; ``pending_steps`` the steps whose statistics the exchange carries (this
     one last); ``settings`` what the user has set on the model; ``train`` asks for backwards and the exchange, ``wants_loss`` and
-    ``wants_outputs`` for what the last stage returns.
+    ``wants_outputs`` for what the last stage returns.  The attributes that a ``trial`` leaves in clones can be put back.
     """
 
     step: int
@@ -42,6 +42,7 @@ class Job:
     synchronised: bool = True
     wants_loss: bool = True
     wants_outputs: bool = False
+    trial: bool = False
 
     @property
     def assumes(self) -> bool:
@@ -51,7 +52,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """An error that counts only if its micro-batch was on the right path."""
+    """An error that counts only if all micro-batches were on the right path."""
 
     cause: Cause
     error: Exception

@@ -30,7 +30,7 @@ class LocalTransport:
         """Put the tensors into the channel's queue."""
         self._queues[channel].put((key, [None if tensor is None else tensor.detach() for tensor in payload]))
 
-    def receive(self, channel: Channel, key: Key, what: str) -> Payload:
+    def receive(self, channel: Channel, key: Key, what: object) -> Payload:
         """Take the next message of the channel."""
         found, payload = self._failure.wait(self._queues[channel], what)
         if found != key:

@@ -27,7 +27,7 @@ class Mailbox:
             self._coming.setdefault(one.channel, deque()).append(one.key)
         transport.post(expected)
 
-    def take(self, channel: Channel, key: Key, what: str) -> Payload:
+    def take(self, channel: Channel, key: Key, what: object) -> Payload:
         """Wait for a message, given its channel, and return it; ``what`` says in an error which one was waited for.
 
         Raises:

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from fxchimera.errors import PipelineError
 from fxchimera.schedule.action import Action, Kind
 from fxchimera_passes.captured import TensorMeta
 
-__all__ = ["Key", "Payload", "message_bytes", "pack", "unpack"]
+__all__ = ["Key", "Parcel", "Payload", "message_bytes", "pack", "unpack"]
 
 Payload = list[torch.Tensor | None]
 
@@ -60,26 +61,50 @@ def message_bytes(metas: Sequence[TensorMeta]) -> int:
     return _header_bytes(metas) + sum(_aligned(meta.bytes) for meta in metas)
 
 
-def pack(key: Key, payload: Payload, metas: Sequence[TensorMeta]) -> torch.Tensor:
-    """Copy tensors into one new byte buffer, each in its own dense memory layout.
+class Parcel:
+    """A byte buffer for messages of one form (``metas``), which may be filled again when it has been sent."""
 
-    Raises:
-        PipelineError: A tensor has not the shape or dtype that was agreed for this message.
-    """
-    buffer = torch.empty(message_bytes(metas), dtype=torch.uint8, device="cpu")
-    header = [key.word]
-    offset = _header_bytes(metas)
-    for tensor, meta in zip(payload, metas, strict=True):
-        if tensor is None:
-            header += [0] * (1 + len(meta.shape))
-        else:
+    __slots__ = ("_header", "_places", "buffer", "metas")
+
+    def __init__(self, metas: Sequence[TensorMeta]) -> None:
+        self.metas = tuple(metas)
+        self.buffer = torch.empty(message_bytes(metas), dtype=torch.uint8, device="cpu")
+        words = 1 + sum(1 + len(meta.shape) for meta in metas)
+        self._header = self.buffer[: words * _WORD].numpy().view(np.int64)
+        self._places: list[tuple[int, torch.Tensor]] = []  # offset of each tensor, and one in row-major layout that lies there
+        offset = _header_bytes(metas)
+        for meta in metas:
+            room = self.buffer[offset : offset + meta.bytes]
+            self._places.append((offset, room.view(meta.dtype).view(meta.shape)))
+            offset += _aligned(meta.bytes)
+
+    def fill(self, key: Key, payload: Payload) -> None:
+        """Copy tensors in, each in its own dense memory layout (its own order of dimensions).
+
+        Raises:
+            PipelineError: A tensor has not the shape or dtype that was agreed for this message.
+        """
+        header = [key.word]
+        for tensor, meta, (offset, plain) in zip(payload, self.metas, self._places, strict=True):
+            if tensor is None:
+                header += [0] * (1 + len(meta.shape))
+                continue
             _match(key, tensor, meta)
-            stride = torch.empty_like(tensor, device="meta").stride()  # dense, in the tensor's own order of dimensions
-            _view(buffer, offset, meta, stride).copy_(tensor.detach())
+            if tensor.is_contiguous():
+                stride, place = tensor.stride(), plain
+            else:
+                stride = torch.empty_like(tensor, device="meta").stride()
+                place = _view(self.buffer, offset, meta, stride)
+            place.copy_(tensor.detach())
             header += [1, *stride]
-        offset += _aligned(meta.bytes)
-    buffer[: len(header) * _WORD].view(torch.int64).copy_(torch.tensor(header, device="cpu"))
-    return buffer
+        self._header[:] = header
+
+
+def pack(key: Key, payload: Payload, metas: Sequence[TensorMeta]) -> torch.Tensor:
+    """Copy tensors into one new byte buffer; see :meth:`Parcel.fill`."""
+    parcel = Parcel(metas)
+    parcel.fill(key, payload)
+    return parcel.buffer
 
 
 def unpack(key: Key, buffer: torch.Tensor, metas: Sequence[TensorMeta]) -> Payload:
@@ -88,7 +113,7 @@ def unpack(key: Key, buffer: torch.Tensor, metas: Sequence[TensorMeta]) -> Paylo
     Raises:
         PipelineError: The buffer holds another message than the one expected.
     """
-    header = buffer[: _header_bytes(metas)].view(torch.int64).tolist()
+    header = buffer[: _header_bytes(metas)].numpy().view(np.int64).tolist()
     if header[0] != key.word:
         raise PipelineError(f"expected {key}, but a message with the identity {header[0]:#x} arrived in its place")
     payload: Payload = []

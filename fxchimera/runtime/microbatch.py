@@ -121,7 +121,9 @@ def merge(outputs: Sequence[Any], rows: Sequence[int]) -> Any:
 
 def digest(batch: Batch) -> int:
     """Return 63 bits that agree on two ranks iff shapes, dtypes and plain values of their batches do."""
-    text = repr([(_key(m.inputs), describe(m.structure), m.rows, _key(flatten(m.target)[0])) for m in batch.microbatches])
+    structures = {id(m.structure): m.structure for m in batch.microbatches}  # most often one for all
+    words = {key: describe(structure) for key, structure in structures.items()}
+    text = repr([(_key(m.inputs), words[id(m.structure)], m.rows, _key(flatten(m.target)[0])) for m in batch.microbatches])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
@@ -155,8 +157,12 @@ def describe(structure: Structure) -> str:
 def _some_bytes(tensor: torch.Tensor) -> bytes:
     if tensor.layout != torch.strided or tensor.numel() == 0:
         return b""
-    places = torch.arange(_SAMPLED, device="cpu") * max(tensor.numel() // _SAMPLED, 1) % tensor.numel()
-    picked = tensor.detach()[torch.unravel_index(places.to(tensor.device), tensor.shape)] if tensor.dim() else tensor.detach()
+    step = max(tensor.numel() // _SAMPLED, 1)
+    if tensor.is_contiguous():
+        picked = tensor.detach().reshape(-1)[: _SAMPLED * step : step]
+    else:
+        places = torch.arange(min(_SAMPLED, tensor.numel()), device="cpu") * step
+        picked = tensor.detach()[torch.unravel_index(places.to(tensor.device), tensor.shape)]
     return picked.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
 
 

@@ -124,7 +124,7 @@ class Programs:
         self._values: Mapping[str, torch.Tensor] = {}
         self.first = Program.of(captured, plan)
         self.present = self._settings.look()
-        self._latest = self._key(example, self.present)
+        self._latest = self._key(example, frozen(example.structure.spec), self.present)
         self._chosen: dict[tuple[_Key, int], Program] = {}
         self._good: dict[tuple[_Key, int], Program] = {}
         self._likely: dict[int, Path] = {}
@@ -150,9 +150,11 @@ class Programs:
         """
         self.present = self._settings.look()
         self._chosen, found = {}, list[Program]()
+        structures = {id(m.structure): m.structure for m in batch.microbatches}  # most often one for all
+        arguments = {key: frozen(structure.spec) for key, structure in structures.items()}
         for microbatch in batch.microbatches:
             with microbatch_randomness(seed, step, microbatch.index):
-                key = self._key(microbatch, self.present)
+                key = self._key(microbatch, arguments[id(microbatch.structure)], self.present)
                 found.append(self._find(microbatch, key, accept, (paths or {}).get(microbatch.index)))
             self._chosen[key, microbatch.index] = found[-1]
         return tuple(found)
@@ -242,6 +244,6 @@ class Programs:
         return self._settings.difference(key.settings, self._latest.settings)
 
     @staticmethod
-    def _key(microbatch: MicroBatch, present: Snapshot) -> _Key:
+    def _key(microbatch: MicroBatch, arguments: Hashable, present: Snapshot) -> _Key:
         tensors = tuple((TensorMeta.of(tensor), str(tensor.device)) for tensor in microbatch.inputs)
-        return _Key(frozen(microbatch.structure.spec), tensors, present)
+        return _Key(arguments, tensors, present)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from fxchimera.runtime.observation import Observation
 from fxchimera.runtime.program import Program
 from fxchimera.runtime.settings import Snapshot
 from fxchimera.runtime.turns import Turns
+from fxchimera_passes.capture.state import remembered
 from fxchimera_passes.whole import module_at
 
 __all__ = ["Replica"]
@@ -60,10 +61,8 @@ class Replica:
         self.parameters = {
             name: _mirror(parameter, shares_memory) if name in self.mirrored else parameter for name, parameter in own.items()
         }
-        self.buffers = {name: model.get_buffer(name) for name in plan.buffers}
-        if pipe:
-            self.buffers = {name: buffer.detach().clone() for name, buffer in self.buffers.items()}
-        self._buffer_places = [(name, *_place(model, name)) for name in self.buffers]
+        self.buffers: dict[str, torch.Tensor] = {}
+        self._buffer_places: list[tuple[str, nn.Module, str]] = []
         self._mirror_places = [(name, *_place(model, self._aliases[name])) for name in self.mirrored]
         self.deltas: dict[int, dict[str, Delta]] = {}
         self._model = model
@@ -77,7 +76,8 @@ class Replica:
         self._deferrals: dict[int, Deferral] = {}  # of micro-batches whose I is done and whose W is not
         self._allowed: weakref.WeakKeyDictionary[Program, frozenset[int]] = weakref.WeakKeyDictionary()
         self._turns = Turns((), ())
-        self._module(program)
+        self._undo: list[Callable[[], None]] = []
+        self.learn([program])
 
     @property
     def norms(self) -> tuple[NormLayer, ...]:
@@ -92,6 +92,20 @@ class Replica:
     def begin(self, microbatches: Sequence[int]) -> None:
         """Begin a step: ``microbatches`` are those whose backwards this replica will run."""
         self._turns = Turns(microbatches, self.parameters.values())
+
+    def learn(self, programs: Iterable[Program]) -> None:
+        """Make ready to run these recordings; the stage's buffers and batch-norm layers are then those of all recordings so far.
+
+        Raises:
+            FxChimeraError: A module cannot be cloned.
+        """
+        for program in programs:
+            for name in program.stage(self.stage).buffers:
+                if name not in self.buffers:
+                    buffer = self._model.get_buffer(name)
+                    self.buffers[name] = buffer.detach().clone() if self.pipe else buffer
+                    self._buffer_places.append((name, *_place(self._model, name)))
+            self._module(program)
 
     def follow(self, present: Snapshot | None) -> None:
         """Take over what the user has set on the model: modes, attributes, hooks, ``requires_grad``, buffers of another kind."""
@@ -185,6 +199,15 @@ class Replica:
         self._deferrals.clear()
         self.deltas.clear()
 
+    def remember(self) -> None:
+        """Note the Python attributes of the clones, which a forward may change, before a job that may have to be run again."""
+        self._undo = [remembered(module_at(self._clones, name)) for name in self._names] if self._clones is not None else []
+
+    def retract(self) -> None:
+        """Put the attributes back as they were at :meth:`remember`, or when a clone was made since."""
+        for undo in self._undo:
+            undo()
+
     def _input_part(self, microbatch: int, deferral: Deferral, roots: list[torch.Tensor], seeds: list[torch.Tensor]) -> None:
         with self._turns.adding(microbatch, deferral.parameters) as later, without_autocast():
             if roots:
@@ -232,7 +255,9 @@ class Replica:
         new = [name for name in modules if name not in self._names]
         clone_modules(self._clones, self._model, new, self._memo)
         for name in new:
-            self._follower.add(module_at(self._model, name), module_at(self._clones, name))
+            clone = module_at(self._clones, name)
+            self._follower.add(module_at(self._model, name), clone)
+            self._undo.append(remembered(clone))
         aliases = {alias: name for name in self.parameters for alias in program.captured.parameters[name]}
         for attribute in attributes:
             tensor = self.parameters[aliases[attribute]] if attribute in aliases else self.buffers.get(attribute)

@@ -46,7 +46,7 @@ class Verdict:
     """What the ranks together know of a run that assumed answers.
 
     ``wrong`` is the first wrong assumption of each micro-batch that had one: its ordinal and the true answer.  ``broken`` are the
-    micro-batches that failed although all their answers were right.
+    micro-batches that failed although all answers were right; while some were wrong, a buffer may hold what should not be there.
     """
 
     wrong: dict[int, tuple[int, Answer]]
@@ -67,7 +67,7 @@ def gather_answers(world: World, results: Sequence[Result], n_microbatches: int)
     firsts, processes = everything[:, 0].min(0)
     wrong = {m: (int(firsts[m]), int(everything[processes[m], 1, m])) for m in range(n_microbatches) if firsts[m] != _NONE}
     broken = {m for m in range(n_microbatches) if (everything[:, 2, m] == 0).any()}
-    return Verdict(wrong, frozenset(broken - wrong.keys()))
+    return Verdict(wrong, frozenset() if wrong else frozenset(broken))
 
 
 def gather_failure(world: World, results: Sequence[Result], broken: Collection[int]) -> BaseException:

@@ -13,7 +13,7 @@ __all__ = ["refuse_unsafe"]
 _REBUILT = {"_flat_weights", "_flat_weight_refs"}  # a recurrent layer's list of its own parameters, made anew when they change
 
 
-def refuse_unsafe(program: Program, *, copies: int, n_microbatches: int, num_processes: int) -> None:
+def refuse_unsafe(program: Program, *, copies: int, n_microbatches: int, num_processes: int, in_turn: bool = True) -> None:
     """Refuse what cannot be kept consistent; batch norm's statistics can.
 
     Args:
@@ -21,6 +21,7 @@ def refuse_unsafe(program: Program, *, copies: int, n_microbatches: int, num_pro
         copies: How many replicas of each stage get micro-batches.
         n_microbatches: N; from 2 on several are in flight.
         num_processes: 1 when ranks are threads.
+        in_turn: Every stage runs the forwards of its micro-batches in ascending order.
 
     Raises:
         FxChimeraError: A module or buffer is written in forward where several copies of it would differ; the message names it.
@@ -41,6 +42,8 @@ def refuse_unsafe(program: Program, *, copies: int, n_microbatches: int, num_pro
     _refuse_carried(program, n_microbatches)
     if copies > 1:
         _refuse_second_copies(program, written)
+    elif not in_turn:
+        _refuse_out_of_turn(program, written)
 
 
 def _refuse_carried(program: Program, n_microbatches: int) -> None:
@@ -63,16 +66,30 @@ def _refuse_carried(program: Program, n_microbatches: int) -> None:
         )
 
 
+def _refuse_out_of_turn(program: Program, written: set[str]) -> None:
+    found = [f"buffer {name!r}" for name in sorted(written)]
+    found += [f"attribute {attributes[0]!r} of module {name!r}" for name, attributes in _stateful(program)]
+    if found:
+        raise FxChimeraError(
+            f"{found[0]} is written in forward, but the order runs the forwards of a stage out of turn, so that a micro-batch "
+            'would find what a later one wrote; number the micro-batches of every stage in ascending order, or use schedule="1f1b"'
+        )
+
+
+def _stateful(program: Program) -> list[tuple[str, list[str]]]:
+    """The modules that change Python attributes in forward, with those."""
+    found = [(name, sorted(set(changed) - _REBUILT)) for name, changed in program.captured.report.stateful.items()]
+    return [(name, attributes) for name, attributes in found if attributes]
+
+
 def _refuse_second_copies(program: Program, written: set[str]) -> None:
     model = program.captured.model
-    for name, changed in program.captured.report.stateful.items():
-        attributes = sorted(set(changed) - _REBUILT)
-        if attributes:
-            raise FxChimeraError(
-                f"module {name!r} ({type(model.get_submodule(name)).__name__}) changes its attributes "
-                f"{attributes} in forward, which a schedule with two copies of each stage cannot keep consistent; "
-                f'use schedule="1f1b", or keep that state outside the model'
-            )
+    for name, attributes in _stateful(program):
+        raise FxChimeraError(
+            f"module {name!r} ({type(model.get_submodule(name)).__name__}) changes its attributes "
+            f"{attributes} in forward, which a schedule with two copies of each stage cannot keep consistent; "
+            f'use schedule="1f1b", or keep that state outside the model'
+        )
     norms = _norm_buffers(model)
     read = {str(node.target) for node in program.captured.graph.nodes if node.op == "get_attr"}
     for name in sorted(written & norms & read):

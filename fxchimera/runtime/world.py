@@ -1,7 +1,7 @@
 """The processes that take part: one (ranks are its threads) or one per rank (torchrun), behind one small interface.
 
 Collective calls are made by a helper thread, because gloo cannot be interrupted: the caller waits with a bound and leaves as
-soon as another rank has failed.
+soon as another rank has failed.  What a small tensor needs, one call, the caller starts itself, which spares it the way there.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fxchimera.errors import FxChimeraError
+from fxchimera.errors import FxChimeraError, PipelineError
 from fxchimera.runtime.failure import Cause, Failure, Limits
-from fxchimera.runtime.groups import announce, destroy, join
+from fxchimera.runtime.groups import announce, announced, begin_announcing, destroy, join
 from fxchimera.runtime.sharedfailure import GRACE_SECONDS, SharedFailure, make_store, resolve_cause
 
 __all__ = ["DistributedWorld", "LocalWorld", "World", "make_world"]
@@ -112,10 +112,15 @@ class DistributedWorld:
 
     def gather(self, value: torch.Tensor, what: str) -> list[torch.Tensor]:
         """All-gather one tensor over gloo."""
+        self._check()
+        name = f"{what} ({str(value.dtype).removeprefix('torch.')}{list(value.shape)})"
+        try:
+            announcement = begin_announcing(name, value, self.num_processes, self._group)
+        except Exception as error:
+            raise self._broken(error) from error
 
         def call() -> list[torch.Tensor]:
-            name = f"{what} ({str(value.dtype).removeprefix('torch.')}{list(value.shape)})"
-            small = announce(name, value, self.num_processes, self._group)
+            small = announced(announcement, value)
             if small is not None:
                 return small
             gathered = [torch.empty_like(value) for _ in range(self.num_processes)]
@@ -191,17 +196,23 @@ class DistributedWorld:
         elif leave is not None:
             leave()
 
-    def _run(self, call: Callable[[], Any], seconds: float | None = None) -> Any:
+    def _check(self) -> None:
         self.failure.check()
         if self._thread is None:
             raise FxChimeraError("this pipeline has been closed; wrap the model again to go on")
+
+    def _broken(self, error: Exception) -> PipelineError:
+        return resolve_cause(self.failure, Cause(self.process, f"an exchange among all ranks broke: {error}")).error()
+
+    def _run(self, call: Callable[[], Any], seconds: float | None = None) -> Any:
+        self._check()
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._calls.tasks.put((call, answer))
         result = self.failure.wait(answer, f"rank {self.process}, in an exchange among all ranks,", seconds)
         if isinstance(result, FxChimeraError):
             raise result
         if isinstance(result, Exception):
-            raise resolve_cause(self.failure, Cause(self.process, f"an exchange among all ranks broke: {result}")).error()
+            raise self._broken(result)
         return result
 
 

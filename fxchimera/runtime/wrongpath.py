@@ -3,8 +3,8 @@
     if smallest_eigenvalue(y) > 0: root = cholesky(y)          recorded as True; for this batch it is False, and cholesky raises
 
 Whether a path is wrong is known only when the ranks have ended, because the check may run on another one.  So an error in a
-micro-batch with assumed answers is noted, and its stage sends zeros on and no gradients back.  It counts only where no answer was
-wrong.
+micro-batch with assumed answers is noted, and its stage sends zeros on and no gradients back.  It counts only when no answer was
+wrong, of any micro-batch, for one that left the path may have left its mark in a buffer.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from fxchimera.errors import PipelineError
 from fxchimera.runtime.failure import Cause
 from fxchimera.runtime.job import Broken, Job, Result
 from fxchimera.runtime.message import Key, Payload
+from fxchimera.runtime.position import Position
 from fxchimera.schedule.action import Action, Kind
 from fxchimera_passes.assumed import collecting
 
@@ -40,7 +41,9 @@ class WrongPaths:
                 if answers:
                     self._result.answers.setdefault(microbatch, {}).update(answers)
 
-    def attempt(self, action: Action, compute: Callable[[Action], None], take: Callable[[Action], object], position: str) -> bool:
+    def attempt(
+        self, action: Action, compute: Callable[[Action], None], take: Callable[[Action], object], position: Position
+    ) -> bool:
         """Do ``compute(action)``; False where it fails, or its stage has failed in this micro-batch before.
 
         Args:
@@ -64,7 +67,7 @@ class WrongPaths:
         except Exception as error:
             if isinstance(error, PipelineError) or not program.captured.assumed:
                 raise
-            text = f"{position.removeprefix(f'rank {self._rank}, ')}: {type(error).__name__}: {error}"
+            text = f"{position.on_rank()}: {type(error).__name__}: {error}"
             self._result.broken[microbatch, stage] = Broken(Cause(self._rank, text), error)
             return False
         return True

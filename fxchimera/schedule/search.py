@@ -18,6 +18,7 @@ from fxchimera.schedule.order import Order
 from fxchimera.schedule.portfolio import trials
 from fxchimera.schedule.problem import Plan, Problem
 from fxchimera.schedule.profile import Costs
+from fxchimera.schedule.rounds import DEFAULT, THOROUGH, WIDE, Round
 from fxchimera.schedule.shop import NEVER, makespan_of
 from fxchimera.schedule.templates import Shape, published, shapes
 
@@ -25,47 +26,6 @@ __all__ = ["Search"]
 
 _LISTED = 4  # what a list rule spends on an operation, in operations that the annealing looks at
 _LEAST = 2000  # an annealing below that is not worth its start
-
-
-@dataclass(frozen=True, slots=True)
-class _Round:
-    """A round of annealing.
-
-    Args:
-        keep: How many plans are annealed.
-        share: What each may use of the budget that is left.
-        hot: First temperature.
-        anew: Begin again from what rules, papers and beams gave instead of what was annealed so far.
-        whole: Without the mirror symmetry (fold.py).
-    """
-
-    keep: int
-    share: float
-    hot: float
-    anew: bool = False
-    whole: bool = False
-
-
-_DEFAULT = (_Round(6, 0.06, 0.03), _Round(2, 0.25, 0.03), _Round(1, 0.7, 0.03), _Round(1, 1.0, 0.03, whole=True))
-# Little memory or few operations: good orders are far from each other, so many hot starts.
-_WIDE = (
-    _Round(4, 0.03, 0.03),
-    _Round(4, 0.05, 3.0, anew=True, whole=True),
-    _Round(3, 0.06, 0.3, anew=True, whole=True),
-    _Round(3, 0.06, 3.0, anew=True),
-    _Round(2, 0.15, 1.0, whole=True),
-    _Round(2, 0.2, 0.1),
-    _Round(1, 1.0, 0.03, whole=True),
-)
-_THOROUGH = (
-    _Round(6, 0.03, 0.03, anew=True),
-    _Round(6, 0.04, 0.1, anew=True),
-    _Round(4, 0.06, 0.3, anew=True),
-    _Round(4, 0.1, 0.1),
-    _Round(2, 0.25, 0.03),
-    _Round(1, 0.7, 0.03),
-    _Round(1, 1.0, 0.03, whole=True),
-)
 
 
 @dataclass(slots=True)
@@ -115,6 +75,7 @@ class Search:
         self.halves = [fold(problem) for problem in self.problems]
         self.bounds = [lower_bound(problem) for problem in self.problems]
         self.best: list[list[_Candidate]] = [[] for _ in self.shapes]  # by shape, the best few, best first
+        self.whole: list[dict[int, _Candidate]] = [{} for _ in self.shapes]  # by shape and window, with few backwards split
         self.trials = [trials(problem, seed) for problem in self.problems]
         self.used, self.thorough = 0, thorough
 
@@ -140,6 +101,7 @@ class Search:
             for number in sorted(chosen):
                 self._list_rules(number, int(share * self.budget / len(chosen)))
         self._build()
+        self._divide()
         self._shorten()
         found = [candidates[0] for candidates in self.best if candidates]
         if not found:
@@ -210,12 +172,18 @@ class Search:
             plan, _ = listed(trial.shown(problem), trial.rule)
             self.used += each
             self._add(number, plan)
+            if trial.rule.split is not None and trial.rule.split[0] == 0 and problem.costs.backward:
+                one, known = _Candidate(makespan_of(problem, plan), number, plan), self.whole[number]
+                if one.makespan < known.get(trial.rule.split[1], one).makespan or trial.rule.split[1] not in known:
+                    known[trial.rule.split[1]] = one
             if self.best[number][0].makespan <= floor + 1e-9:
                 break
 
     def _build(self) -> None:
         """Beams for the shapes that may still be best, mirrored where that is possible, and without mirroring where it is cheap."""
         wide = self._wide()
+        if self.number > self.num_ranks and not wide and not self.thorough:
+            return  # a narrow beam drifts out of the periodic order that rules give to many micro-batches
         chosen = self._open()[: 3 if wide or self.thorough else 2]
         share = (self.budget - self.used) // max(1, len(chosen))
         for number in chosen:
@@ -241,13 +209,24 @@ class Search:
             self._add(number, plan)
             for turn, hot in enumerate((1.0, 2.0, 1.0)):
                 one = _Candidate(makespan_of(problem, plan), number, plan)
-                self._anneal(one, budget // 4, _Round(1, 1.0, hot, whole=True), 1000 + turn)
+                self._anneal(one, budget // 4, Round(1, 1.0, hot, whole=True), 1000 + turn)
         return self.used - before
+
+    def _divide(self) -> None:
+        """Anneals orders with few split backwards, bad as they are: where a split has a price, splitting as needed ends lower.
+
+        Only with several chunks a rank: with one, the rules' best is as good a start.
+        """
+        open_ = [number for number in self._open() if self.shapes[number].chunks > 1]
+        starts = [one for number in open_[:1] for _, one in sorted(self.whole[number].items())[:2]]
+        left = self.budget - self.used
+        for turn, one in enumerate(starts):
+            self._anneal(one, int(0.5 * left / len(starts)), Round(1, 1.0, 0.15), 2000 + turn)
 
     def _shorten(self) -> None:
         """Anneals the best few plans briefly, fewer of them for longer, then the best one with what is left."""
         starts = [list(candidates) for candidates in self.best]
-        for number, how in enumerate(_WIDE if self._wide() else _THOROUGH if self.thorough else _DEFAULT):
+        for number, how in enumerate(WIDE if self._wide() else THOROUGH if self.thorough else DEFAULT):
             pool, open_ = starts if how.anew else self.best, self._open()
             wanted = [one for shape in open_ for one in pool[shape][: max(3, how.keep // len(open_))]]
             wanted.sort(key=lambda one: (one.makespan, one.shape))
@@ -262,7 +241,7 @@ class Search:
         room = self.problems[0].placement.num_ranks * max(self.problems[0].holds)
         return min(self.problems[0].caps) < room - 1e-6 or self.budget > 20_000 * fewest
 
-    def _anneal(self, one: _Candidate, budget: int, how: _Round, turn: int) -> None:
+    def _anneal(self, one: _Candidate, budget: int, how: Round, turn: int) -> None:
         problem, half, plan = self.problems[one.shape], self.halves[one.shape], one.plan
         priced = bool(problem.costs.backward)
         settings = Annealing(

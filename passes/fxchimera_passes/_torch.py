@@ -46,6 +46,7 @@ __all__ = [
     "makes_view",
     "new_fake_mode",
     "override_tables",
+    "profiling",
     "quiet",
     "real_values",
     "saved_tensor_hook",
@@ -146,6 +147,11 @@ def without(mode: TorchFunctionMode) -> AbstractContextManager[Any]:
     if _get_current_function_mode() is mode:  # type: ignore[no-untyped-call]
         return _pop_mode_temporarily()
     return nullcontext()
+
+
+def profiling() -> bool:
+    """Whether torch's profiler records what this thread does."""
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined,unused-ignore]
 
 
 def saved_tensor_hook() -> Any:

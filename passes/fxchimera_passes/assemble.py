@@ -5,11 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 
 from fxchimera_passes.analytic import NodeCosts
 from fxchimera_passes.atoms import Reads
-from fxchimera_passes.captured import Captured, info
-from fxchimera_passes.liveness import Liveness, crossing, crossing_nodes, recomputed_for
+from fxchimera_passes.captured import Captured
+from fxchimera_passes.liveness import Liveness, boundary, crossing_nodes, recomputed_for
 from fxchimera_passes.plan import Stage
 
 __all__ = ["assemble", "owners"]
@@ -24,14 +25,16 @@ def assemble(
     reads: Reads | None = None,
 ) -> tuple[Stage, ...]:
     """Build the stages that begin at node 0 and at each of ``positions``; ``owner`` tells each parameter's stage."""
-    ends = (*positions, len(live.nodes))
     owned: dict[int, list[str]] = {}
     for name in captured.parameters:
         owned.setdefault(owner[name], []).append(name)
-    attributes, placeholders = (tuple(i for i, n in enumerate(live.nodes) if n.op == op) for op in ("get_attr", "placeholder"))
-    tables = _Tables(captured, live, costs, reads or Reads.of(captured, live), attributes, placeholders)
-    begins: tuple[int, ...] = (0, *positions)
-    return tuple(_stage(tables, number, begins[number], end, tuple(owned.get(number, ()))) for number, end in enumerate(ends))
+    tables = _Tables(captured, live, costs, reads or Reads.of(captured, live))
+    crossed = ([], *(crossing_nodes(live, position) for position in positions), [])
+    edges = pairwise((0, *positions, len(live.nodes)))
+    return tuple(
+        _stage(tables, _Span(number, *edge, crossed[number], crossed[number + 1]), tuple(owned.get(number, ())))
+        for number, edge in enumerate(edges)
+    )
 
 
 def owners(captured: Captured, live: Liveness, positions: Sequence[int], reads: Reads) -> dict[str, int]:
@@ -67,48 +70,58 @@ class _Tables:
     live: Liveness
     costs: NodeCosts
     reads: Reads
-    attributes: tuple[int, ...]
-    placeholders: tuple[int, ...]
 
 
-def _stage(tables: _Tables, number: int, begin: int, end: int, owned: tuple[str, ...]) -> Stage:
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Where a stage begins and ends, and the nodes whose values it receives and sends."""
+
+    number: int
+    begin: int
+    end: int
+    received: Sequence[int]
+    sent: Sequence[int]
+
+
+def _stage(tables: _Tables, span: _Span, owned: tuple[str, ...]) -> Stage:
     captured, live, costs = tables.captured, tables.live, tables.costs
-    group = live.carried[bisect_left(live.carried, begin) : bisect_left(live.carried, end)]
-    is_last = end == len(live.nodes)
-    readers = (*group, len(live.nodes) - 1) if is_last else group
+    group = live.carried[bisect_left(live.carried, span.begin) : bisect_left(live.carried, span.end)]
+    output = (len(live.nodes) - 1,) if span.end == len(live.nodes) else ()
+    readers = (*group, *output)
     again = recomputed_for(live, readers)
     run = sorted({*group, *again}) if again else group
-    sources = {source for i in (*run, *readers) for source in live.inputs[i]}
-    attributes = [info(live.nodes[i]) for i in tables.attributes if i in sources]
+    sources = set(chain.from_iterable([live.inputs[i] for i in (*run, *output)]))
+    attributes = [i for i in live.attributes if i in sources]
+    by_node = tables.reads.by_node
     # the recomputed nodes' backward is none: nothing that they depend on has a gradient
-    parameters = dict.fromkeys(name for i in readers for name in tables.reads.by_node.get(i, ()))
+    parameters = dict.fromkeys(chain.from_iterable([by_node[i] for i in readers if i in by_node]))
     parameters.update(dict.fromkeys(name for name in owned if name in captured.beside))  # on another path it reads these
-    buffers = dict.fromkeys(name for i in run for name in info(live.nodes[i]).buffers)
-    buffers.update(dict.fromkeys(name for known in attributes for name in known.buffers))
+    buffers = dict.fromkeys(chain.from_iterable([live.known[i].buffers for i in (*run, *attributes)]))
+    names = [live.nodes[i].name for i in run]
     return Stage(
-        index=number,
-        nodes=tuple(live.nodes[i].name for i in run),
-        inputs=tuple(k for k, i in enumerate(tables.placeholders) if i in sources),
-        received=crossing(live, begin) if number else (),
-        sent=() if is_last else crossing(live, end),
+        index=span.number,
+        nodes=tuple(names),
+        inputs=tuple(k for k, i in enumerate(live.placeholders) if i in sources),
+        received=boundary(live, span.received),
+        sent=boundary(live, span.sent),
         parameters=tuple(parameters),
         buffers=tuple(buffers),
         owned=owned,
-        forward_seconds=sum(costs.forward.get(live.nodes[i].name, 0.0) for i in run),
-        backward_seconds=sum(costs.backward.get(live.nodes[i].name, 0.0) for i in group),
-        parameter_bytes=sum(tables.reads.sizes[name] for name in dict.fromkeys((*parameters, *owned))),
-        activation_bytes=_held_bytes(live, run, begin if number else 0, end),
+        forward_seconds=sum([costs.forward.get(name, 0.0) for name in names]),
+        backward_seconds=sum([costs.backward.get(live.nodes[i].name, 0.0) for i in group]),
+        parameter_bytes=sum([tables.reads.sizes[name] for name in dict.fromkeys((*parameters, *owned))]),
+        activation_bytes=_held_bytes(live, run, span),
     )
 
 
-def _held_bytes(live: Liveness, run: Sequence[int], begin: int, end: int) -> int:
+def _held_bytes(live: Liveness, run: Sequence[int], span: _Span) -> int:
     """Bytes that a micro-batch holds in a stage from its forward to its backward, each piece of memory once."""
-    held = {number: size for i in run for number, size in info(live.nodes[i]).saved}
-    for i in live.inputs[-1] if end == len(live.nodes) else crossing_nodes(live, end):
-        known = info(live.nodes[i])
+    held = dict(chain.from_iterable([live.known[i].saved for i in run]))
+    for i in live.inputs[-1] if span.end == len(live.nodes) else span.sent:
+        known = live.known[i]
         if known.value is not None and known.memory >= 0:
             held[known.memory] = max(held.get(known.memory, 0), known.value.bytes)
-    for i in crossing_nodes(live, begin):  # received as a dense copy of its own
-        known = info(live.nodes[i])
+    for i in span.received:  # received as a dense copy of its own
+        known = live.known[i]
         held[known.memory] = known.value.bytes if known.value is not None else 0
     return sum(held.values())

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import fx
 
 from fxchimera_passes.analytic import NodeCosts
-from fxchimera_passes.captured import Captured, info
+from fxchimera_passes.captured import Captured
 from fxchimera_passes.liveness import Liveness
 
-__all__ = ["Atoms", "Reads", "canonical_names", "contract", "parameter_bytes", "parameter_reads", "parameters_of"]
+__all__ = ["Atoms", "Reads", "canonical_names", "contract", "parameter_bytes", "parameter_reads"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,8 @@ class Reads:
         for i, names in by_node.items():
             for name in names:
                 first.setdefault(name, i)
-        found = dict(captured.model.named_parameters(remove_duplicate=False))
+        modules = captured.model.named_modules(remove_duplicate=False)
+        found = {f"{path}.{name}" if path else name: p for path, m in modules for name, p in m._parameters.items() if p is not None}
         return cls(
             by_node=by_node,
             first=first,
@@ -68,44 +69,38 @@ class Atoms:
 def contract(captured: Captured, live: Liveness, costs: NodeCosts) -> Atoms:
     """Join everything that no legal cut can part."""
     starts = (0, *live.cuttable)
-    begins = [0] * len(live.nodes)
-    for start in live.cuttable:
-        begins[start] = 1
-    atom_of = tuple(accumulate(begins))
-    seconds, firsts = [0.0] * len(starts), [0] * len(starts)
-    weights, trainable, saved, known = [0] * len(starts), [0] * len(starts), [0] * len(starts), set[int]()
+    begins = np.zeros(len(live.nodes), np.int64)
+    begins[[*live.cuttable]] = 1
+    atom_of = np.cumsum(begins)
+    saved, known = [0] * len(starts), set[int]()
     for i in live.carried:
-        node = live.nodes[i]
-        seconds[atom_of[i]] += costs.forward.get(node.name, 0.0) + costs.backward.get(node.name, 0.0)
-        for number, size in info(node).saved:
+        for number, size in live.known[i].saved:
             if number not in known:
                 known.add(number)
                 saved[atom_of[i]] += size
     reads = Reads.of(captured, live)
-    for name, first in reads.first.items():
-        atom, size = atom_of[first], reads.sizes[name]
-        firsts[atom] += 1
-        weights[atom] += size
-        trainable[atom] += size if name in reads.trained else 0
+    owners = atom_of[[*reads.first.values()]]
+    sizes = [reads.sizes[name] for name in reads.first]
+    trained = [size if name in reads.trained else 0 for name, size in zip(reads.first, sizes, strict=True)]
+    names = [live.nodes[i].name for i in live.carried]
+    seconds = [costs.forward.get(name, 0.0) + costs.backward.get(name, 0.0) for name in names]
     return Atoms(
         starts=starts,
-        seconds=tuple(seconds),
-        parameters=tuple(firsts),
-        crossing=(*(live.crossing_bytes[p] for p in starts), 0),
-        parameter_bytes=tuple(weights),
-        trainable_bytes=tuple(trainable),
+        seconds=tuple(np.bincount(atom_of[[*live.carried]], seconds, len(starts)).tolist()),
+        parameters=tuple(np.bincount(owners, minlength=len(starts)).tolist()),
+        crossing=(*[live.crossing_bytes[p] for p in starts], 0),
+        parameter_bytes=_summed(len(starts), owners, sizes),
+        trainable_bytes=_summed(len(starts), owners, trained),
         saved_bytes=tuple(saved),
         reads=reads,
     )
 
 
-def parameters_of(captured: Captured, node: fx.Node, canonical: Mapping[str, str]) -> Iterator[str]:
-    """Canonical names of the parameters that ``node`` reads, inside a leaf module or as a direct argument."""
-    if node.op != "output":
-        yield from (canonical.get(name, name) for name in info(node).parameters)
-    for source in node.all_input_nodes:
-        if source.op == "get_attr" and source.target in canonical:
-            yield canonical[str(source.target)]
+def _summed(n: int, places: npt.NDArray[np.int64], values: Sequence[int]) -> tuple[int, ...]:
+    """For each of ``n`` places the sum of its values."""
+    sums = np.zeros(n, np.int64)
+    np.add.at(sums, places, np.array(values, np.int64))
+    return tuple(sums.tolist())
 
 
 def canonical_names(captured: Captured) -> dict[str, str]:
@@ -114,15 +109,17 @@ def canonical_names(captured: Captured) -> dict[str, str]:
 
 
 def parameter_reads(captured: Captured, live: Liveness) -> dict[int, tuple[str, ...]]:
-    """What :func:`parameters_of` gives for every carried node and the output, those that read none left out."""
+    """Canonical names of the parameters that each carried node and the output read, inside a leaf module or as a direct argument.
+
+    What reads none is left out.
+    """
     canonical, nodes = canonical_names(captured), live.nodes
-    direct = {i for i, node in enumerate(nodes) if node.op == "get_attr" and node.target in canonical}
+    direct = {i: canonical[str(nodes[i].target)] for i in live.attributes if nodes[i].target in canonical}
     found: dict[int, tuple[str, ...]] = {}
     for i in (*live.carried, len(nodes) - 1):
-        if direct and not direct.isdisjoint(live.inputs[i]):
-            found[i] = tuple(parameters_of(captured, nodes[i], canonical))
-        elif names := info(nodes[i]).parameters:
-            found[i] = tuple([canonical.get(name, name) for name in names])
+        inside, sources = live.known[i].parameters, live.inputs[i]
+        if inside or (direct and not direct.keys().isdisjoint(sources)):
+            found[i] = (*[canonical.get(name, name) for name in inside], *[direct[s] for s in sources if s in direct])
     return found
 
 

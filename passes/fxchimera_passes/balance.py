@@ -4,29 +4,27 @@
     position       2       5            a cut at p falls between item p-1 and item p
 
 The smallest possible bottleneck is found exactly: a bisection over the bottleneck, where one test follows the set of positions that
-k parts can reach.  Upper limits (cost, bytes) and lower limits (each part holds something) both turn into one window of previous
-positions per position, so a test is O(parts * n) in numpy and no greedy argument is needed.  Pure: no torch.
+k parts can reach.  One window of previous positions per position (:mod:`fxchimera_passes.runs`) holds all limits, so a test is
+O(parts * n) in numpy and no greedy argument is needed.  Pure: no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
 from fxchimera_passes.errors import PartitionError
+from fxchimera_passes.runs import Problem, Window, problem_of
 
 __all__ = ["Cut", "cut", "cuts", "most_parts"]
 
 _Ints = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float64]
 _Bools = npt.NDArray[np.bool_]
-
-# Costs are scaled to whole numbers below this total: sums of them are exact in int64 and in float64.
-_EXACT_TOTAL = 2**52
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,58 +34,6 @@ class Cut:
     positions: tuple[int, ...]
     bottleneck: float
     bound: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """Ends ``first``, ``first + 1``, ... of one part, each with its first and last possible begin."""
-
-    first: int
-    oldest: _Ints
-    newest: _Ints
-
-    def clipped(self, before: _Window | None) -> tuple[_Ints, _Ints]:
-        """The begins as indices into the ends of the part before (the first part begins at place 0 alone)."""
-        offset, size = (0, 1) if before is None else (before.first, len(before.oldest))
-        return np.maximum(self.oldest - offset, 0), np.minimum(self.newest - offset, size - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Problem:
-    """Sums up to each usable position (0, the allowed ones, n); ``newest[q]`` is the last begin of a part that ends at q."""
-
-    places: _Ints
-    cost: _Ints
-    sizes: tuple[_Floats, ...]
-    crossing: _Floats
-    newest: _Ints
-    parts: int
-    caps: tuple[float, ...]
-
-    def windows(self, limit: int) -> list[_Window]:
-        """For each part, where it can end at all when none costs more than ``limit``, and where it can begin for each such end."""
-        total = int(self.cost[-1])
-        found = []
-        for part in range(1, self.parts + 1):
-            low = int(np.searchsorted(self.cost, total - (self.parts - part) * limit, side="left"))
-            high = int(np.searchsorted(self.cost, part * limit, side="right"))
-            ends = np.arange(low, max(low, high), dtype=np.int64)
-            begins = np.searchsorted(self.cost, self.cost[ends] - limit, side="left")
-            if self.caps:
-                size = self.sizes[(part - 1) % len(self.sizes)]  # one for all, or each its own
-                begins = np.maximum(begins, np.searchsorted(size, size[ends] - self.caps[part - 1], side="left"))
-            found.append(_Window(low, begins, self.newest[ends]))
-        return found
-
-    def above(self, limit: int) -> int:
-        """The least cost of any run of items that is more than ``limit``: the next bottleneck worth a test."""
-        begins = np.searchsorted(self.cost, self.cost - limit, side="left")
-        ends = np.flatnonzero(begins > 0)
-        return int((self.cost[ends] - self.cost[begins[ends] - 1]).min()) if len(ends) else limit + 1
-
-    def bottleneck(self, chosen: Sequence[int]) -> int:
-        """Cost of the heaviest part when the parts end at the places ``chosen`` (the last of them is n)."""
-        return int(np.diff(self.cost[[0, *chosen]]).max())
 
 
 def cut(
@@ -116,38 +62,38 @@ def cut(
         slack: relative distance from the optimum that may be given up for fewer crossing bytes.
 
     Raises:
-        PartitionError: no such cut exists.
+        PartitionError: no such cut exists, or a cost is negative or not finite.
     """
-    scale = _scale(costs)
-    problem = _problem(costs, parts, scale, allowed, crossing, counts, min_count, sizes, caps)
+    problem = problem_of(costs, parts, allowed, crossing, counts, min_count, sizes, caps)
     best = _least_bottleneck(problem)
     if best is None:
         raise PartitionError(_reason(problem, len(costs), counts, min_count))
-    return _within(problem, scale, best, None if crossing is None else slack)
+    return _within(problem, best, None if crossing is None else slack)
 
 
 def cuts(
     costs: Sequence[float], parts: int, slacks: Sequence[float], *, crossing: Sequence[float], counts: Sequence[int]
 ) -> tuple[Cut, ...]:
     """Return what :func:`cut` gives for each of ``slacks``, and search for the optimum once."""
-    scale = _scale(costs)
-    problem = _problem(costs, parts, scale, None, crossing, counts, 1, None, None)
+    problem = problem_of(costs, parts, None, crossing, counts, 1, None, None)
     best = _least_bottleneck(problem)
     if best is None:
         raise PartitionError(_reason(problem, len(costs), counts, 1))
-    return tuple(_within(problem, scale, best, slack) for slack in slacks)
+    return tuple(_within(problem, best, slack) for slack in slacks)
 
 
-def _within(problem: _Problem, scale: float, best: Sequence[int], slack: float | None) -> Cut:
+def _within(problem: Problem, best: Sequence[int], slack: float | None) -> Cut:
     """The cut that sends least within ``slack`` of the optimum; without a slack, the optimum."""
     optimum = problem.bottleneck(best)
     chosen = best if slack is None else _least_crossing(problem, optimum, max(optimum, int(optimum * (1.0 + slack))))
-    return Cut(tuple(int(problem.places[q]) for q in chosen[:-1]), problem.bottleneck(chosen) / scale, optimum / scale)
+    return Cut(
+        tuple(int(problem.places[q]) for q in chosen[:-1]), problem.bottleneck(chosen) / problem.scale, optimum / problem.scale
+    )
 
 
 def most_parts(n: int, allowed: Sequence[int] | None = None, counts: Sequence[int] | None = None, min_count: int = 1) -> int:
     """The largest number of parts into which ``n`` items can be cut when every part holds ``min_count``."""
-    held = np.concatenate(([0], np.cumsum(np.ones(n, np.int64) if counts is None else np.asarray(counts, np.int64))))
+    held = list(accumulate([1] * n if counts is None else counts, initial=0))
     parts, start = 0, 0
     for position in [*(range(1, n) if allowed is None else allowed), n]:
         if held[position] - held[start] >= min_count:
@@ -155,52 +101,7 @@ def most_parts(n: int, allowed: Sequence[int] | None = None, counts: Sequence[in
     return parts
 
 
-def _scale(costs: Sequence[float]) -> float:
-    """A power of two (1.0 for whole numbers) by which ``costs`` become whole numbers with an exact sum."""
-    values = np.asarray(costs, np.float64)
-    if values.size and (not np.isfinite(values).all() or values.min() < 0.0):
-        raise PartitionError("costs must be finite and not negative")
-    total = float(values.sum())
-    if total == 0.0 or (total < _EXACT_TOTAL and bool((values == np.floor(values)).all())):
-        return 1.0
-    return float(2.0 ** min(np.floor(np.log2(_EXACT_TOTAL) - np.log2(total)), 1000.0))
-
-
-def _prefix(values: npt.ArrayLike) -> npt.NDArray[Any]:
-    return np.concatenate(([0], np.cumsum(values)))
-
-
-def _problem(
-    costs: Sequence[float],
-    parts: int,
-    scale: float,
-    allowed: Sequence[int] | None,
-    crossing: Sequence[float] | None,
-    counts: Sequence[int] | None,
-    min_count: int,
-    sizes: Sequence[float] | Sequence[Sequence[float]] | None,
-    caps: Sequence[float] | None,
-) -> _Problem:
-    n = len(costs)
-    table = np.atleast_2d(np.zeros(n) if sizes is None else np.asarray(sizes, np.float64))
-    places = np.arange(n + 1) if allowed is None else np.asarray([0, *allowed, n], np.int64)
-    whole = np.rint(np.asarray(costs, np.float64) * scale)
-    before = np.arange(len(places), dtype=np.int64) - 1
-    if counts is not None:
-        held = _prefix(np.asarray(counts, np.int64))[places]
-        before = np.minimum(before, np.searchsorted(held, held - min_count, side="right") - 1)
-    return _Problem(
-        places=places,
-        cost=_prefix(whole.astype(np.int64))[places],
-        sizes=tuple(_prefix(row)[places] for row in table),
-        crossing=np.zeros(len(places)) if crossing is None else np.asarray(crossing, np.float64)[places],
-        newest=np.asarray(before, np.int64),
-        parts=parts,
-        caps=() if caps is None else tuple(caps),
-    )
-
-
-def _reach(problem: _Problem, limit: int) -> tuple[int, ...] | None:
+def _reach(problem: Problem, limit: int) -> tuple[int, ...] | None:
     """Ends of parts that cost at most ``limit`` each, or None when there are none."""
     windows = problem.windows(limit)
     reached: list[_Bools] = [np.ones(1, np.bool_)]
@@ -213,7 +114,7 @@ def _reach(problem: _Problem, limit: int) -> tuple[int, ...] | None:
     return _walk_back(problem, windows, lambda part, low, high: low + int(np.flatnonzero(reached[part][low:high])[-1]))
 
 
-def _walk_back(problem: _Problem, windows: Sequence[_Window], pick: Callable[[int, int, int], int]) -> tuple[int, ...]:
+def _walk_back(problem: Problem, windows: Sequence[Window], pick: Callable[[int, int, int], int]) -> tuple[int, ...]:
     """Follow the parts from the last to the first; ``pick(part, low, high)`` chooses among that part's ends low to high-1."""
     ends = [len(problem.places) - 1]
     for part in range(problem.parts - 1, 0, -1):
@@ -224,21 +125,22 @@ def _walk_back(problem: _Problem, windows: Sequence[_Window], pick: Callable[[in
     return tuple(reversed(ends))
 
 
-def _least_bottleneck(problem: _Problem) -> tuple[int, ...] | None:
+def _least_bottleneck(problem: Problem) -> tuple[int, ...] | None:
     """Bisect whole-number limits; every success drops the upper end to what was really reached, so the result is exact."""
     if problem.parts < 1 or len(problem.places) < 2:
         return None
     total = int(problem.cost[-1])
-    best = _reach(problem, total)
-    if best is None:
-        return None
-    low = max(-(-total // problem.parts), int(np.diff(problem.cost).max()))
+    low = limit = max(-(-total // problem.parts), int(np.diff(problem.cost).max()))
+    while (best := _reach(problem, limit)) is None:
+        if limit >= total:
+            return None
+        low, limit = limit + 1, min(2 * limit, total)
     high = problem.bottleneck(best)
     while low < high:
         middle = (low + high) // 2
         found = _reach(problem, middle)
         if found is None:
-            low = min(problem.above(middle), high)
+            low = min(problem.above(middle, problem.ends(high)), high)
         else:
             best, high = found, problem.bottleneck(found)
     return best
@@ -259,7 +161,7 @@ def _window_minimum(values: _Floats, low: _Ints, high: _Ints) -> _Floats:
     return result
 
 
-def _cheapest(problem: _Problem, limit: int) -> tuple[float, tuple[int, ...]] | None:
+def _cheapest(problem: Problem, limit: int) -> tuple[float, tuple[int, ...]] | None:
     """Least crossing bytes of parts that cost at most ``limit`` each, and the ends of these parts."""
     windows = problem.windows(limit)
     table: list[_Floats] = [np.zeros(1)]
@@ -272,7 +174,7 @@ def _cheapest(problem: _Problem, limit: int) -> tuple[float, tuple[int, ...]] | 
     return least, _walk_back(problem, windows, lambda part, low, high: low + int(np.argmin(table[part][low:high])))
 
 
-def _least_crossing(problem: _Problem, optimum: int, limit: int) -> tuple[int, ...]:
+def _least_crossing(problem: Problem, optimum: int, limit: int) -> tuple[int, ...]:
     """The most even of the cuts within ``limit`` that send the fewest bytes."""
     found = _cheapest(problem, limit)
     if found is None:
@@ -283,13 +185,13 @@ def _least_crossing(problem: _Problem, optimum: int, limit: int) -> tuple[int, .
         middle = (low + high) // 2
         found = _cheapest(problem, middle)
         if found is None or found[0] > least:
-            low = min(problem.above(middle), high)
+            low = min(problem.above(middle, problem.cost), high)
         else:
             best, high = found[1], problem.bottleneck(found[1])
     return best
 
 
-def _reason(problem: _Problem, n: int, counts: Sequence[int] | None, min_count: int) -> str:
+def _reason(problem: Problem, n: int, counts: Sequence[int] | None, min_count: int) -> str:
     inner = [int(p) for p in problem.places[1:-1]]
     most = most_parts(n, inner, counts, min_count)
     if most < problem.parts or not problem.caps:

@@ -6,6 +6,7 @@ The graph's leaf modules are the user's own objects and its names are the user's
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,10 +39,7 @@ class TensorMeta:
     @property
     def bytes(self) -> int:
         """Size of the dense tensor in bytes."""
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

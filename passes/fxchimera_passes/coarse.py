@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxchimera_passes.atoms import Atoms, canonical_names, parameter_bytes, parameters_of
+from fxchimera_passes.atoms import Atoms, parameter_bytes, parameter_reads
 from fxchimera_passes.balance import cut, most_parts
 from fxchimera_passes.capture.opening import obstacle
 from fxchimera_passes.captured import Captured, info
@@ -84,9 +84,9 @@ def lend(captured: Captured, live: Liveness, positions: Sequence[int], owner: di
     lacking = sorted(set(range(len(positions) + 1)) - set(owner.values())) if positions else []
     if not lacking:
         return owner
-    canonical, readers = canonical_names(captured), dict[str, set[int]]()
-    for i in (*live.carried, len(live.nodes) - 1):
-        for name in parameters_of(captured, live.nodes[i], canonical):
+    readers: dict[str, set[int]] = {}
+    for i, names in parameter_reads(captured, live).items():
+        for name in names:
             readers.setdefault(name, set()).add(bisect_right(positions, i))
     lent = dict(owner)
     for stage in lacking:

@@ -10,10 +10,10 @@ the parameters of a whole round, as mirrors, from the start.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fxchimera_passes.atoms import parameter_reads
+from fxchimera_passes.atoms import parameter_bytes, parameter_reads
 from fxchimera_passes.captured import Captured, info
 from fxchimera_passes.liveness import Liveness
 from fxchimera_passes.plan import Stage
@@ -43,8 +43,8 @@ def with_loops(captured: Captured, live: Liveness, stages: Sequence[Stage]) -> t
         for number in range(begin, _end(live, loop, reads, stage_of, len(stages) - 1) + 1):
             stage = extended[number]
             new = [name for name in loop.names if name not in stage.parameters]
-            owned = sum(size for name, size in _sizes(captured, new) if name not in stage.owned)
-            extended[number] = replace(stage, parameters=(*stage.parameters, *new), parameter_bytes=stage.parameter_bytes + owned)
+            more = sum(parameter_bytes(captured, name) for name in new if name not in stage.owned)
+            extended[number] = replace(stage, parameters=(*stage.parameters, *new), parameter_bytes=stage.parameter_bytes + more)
     return tuple(extended)
 
 
@@ -71,8 +71,3 @@ def _end(live: Liveness, loop: _Loop, reads: Mapping[int, tuple[str, ...]], stag
     after = (place for place in live.carried if place > loop.last and set(reads.get(place, ())) - set(loop.names))
     place = next(after, None)
     return last if place is None else stage_of[live.nodes[place].name]
-
-
-def _sizes(captured: Captured, names: Iterable[str]) -> list[tuple[str, int]]:
-    parameters = {name: captured.model.get_parameter(name) for name in names}
-    return [(name, parameter.numel() * parameter.element_size()) for name, parameter in parameters.items()]

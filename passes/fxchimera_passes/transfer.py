@@ -18,7 +18,7 @@ from torch import fx
 
 from fxchimera_passes.analytic import NodeCosts, analytic
 from fxchimera_passes.assemble import assemble
-from fxchimera_passes.atoms import canonical_names, parameters_of
+from fxchimera_passes.atoms import parameter_reads
 from fxchimera_passes.captured import Captured, info
 from fxchimera_passes.errors import PartitionError
 from fxchimera_passes.liveness import Liveness, obstacle, sweep
@@ -97,11 +97,10 @@ def _readers(captured: Captured, plan: StagePlan, live: Liveness) -> list[tuple[
     for stage in plan.stages:
         for name in stage.parameters:
             stages.setdefault(name, []).append(stage.index)
-    canonical = canonical_names(captured)
     found = []
-    for i in live.carried:
-        where = {stages[name][0] for name in parameters_of(captured, live.nodes[i], canonical) if len(stages.get(name, ())) == 1}
-        if len(where) == 1:
+    for i, names in parameter_reads(captured, live).items():
+        where = {stages[name][0] for name in names if len(stages.get(name, ())) == 1}
+        if len(where) == 1 and i < len(live.nodes) - 1:
             found.append((i, where.pop()))
     return found
 

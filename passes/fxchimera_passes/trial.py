@@ -9,9 +9,11 @@ A search tries some hundred cuts of a graph of perhaps 100,000 nodes; to assembl
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+
+import numpy as np
 
 from fxchimera_passes.analytic import NodeCosts
 from fxchimera_passes.coarse import Division
@@ -40,16 +42,10 @@ class Trial:
     @classmethod
     def of(cls, live: Liveness, costs: NodeCosts, starts: Sequence[int], division: Division) -> Trial:
         """Sum up the costs of the nodes of ``live``, for cuts before the nodes ``starts``."""
-        ends = (*starts, len(live.nodes))
-        forward, backward = [0.0] * (len(live.nodes) + 1), [0.0] * (len(live.nodes) + 1)
-        for i in live.carried:
-            name = live.nodes[i].name
-            forward[i + 1], backward[i + 1] = costs.forward.get(name, 0.0), costs.backward.get(name, 0.0)
-        tables = [tuple(accumulate(table)) for table in (forward, backward)]
         return cls(
-            tuple(tables[0][p] for p in ends),
-            tuple(tables[1][p] for p in ends),
-            (*(live.sent_bytes[p] for p in starts), 0),
+            _sums(live, costs.forward, starts),
+            _sums(live, costs.backward, starts),
+            (*[live.sent_bytes[p] for p in starts], 0),
             tuple(accumulate(division.counts, initial=0)),
             _again(live, costs, starts),
             division.empty,
@@ -74,6 +70,13 @@ class Trial:
             forward, backward = self.forward[end] - self.forward[begin], self.backward[end] - self.backward[begin]
             found.append(Load(forward + more, backward, self.sent[end]))
         return tuple(found)
+
+
+def _sums(live: Liveness, seconds: Mapping[str, float], starts: Sequence[int]) -> tuple[float, ...]:
+    """Seconds of the carried nodes before each of ``starts``, and of all."""
+    table = np.zeros(len(live.nodes) + 1)
+    table[[i + 1 for i in live.carried]] = [seconds.get(live.nodes[i].name, 0.0) for i in live.carried]
+    return tuple(np.cumsum(table)[[*starts, len(live.nodes)]].tolist())
 
 
 def _again(live: Liveness, costs: NodeCosts, starts: Sequence[int]) -> tuple[tuple[float, tuple[int, ...]], ...]:

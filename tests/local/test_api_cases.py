@@ -225,3 +225,21 @@ def test_requires_grad_may_change_after_wrapping(schedule: str) -> None:
                     layer.requires_grad_(index not in frozen)
             found = Outcome(pipe.step(x, target=y), gradients_of(model))
             assert_close(found, plain(reference, lambda m: F.mse_loss(m(x), y)), 1e-12)
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mixing", torch.eye(WIDTH).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.sparse.mm(self.mixing, torch.tanh(self.first(x)).t()).t())
+
+
+def test_a_sparse_buffer() -> None:
+    """The plan counts its bytes, and it stays where it is."""
+    x, y = data(4)
+    expected, model = plain(seeded(Sparse), lambda m: F.mse_loss(m(x), y)), seeded(Sparse)
+    with wrapped(model, x, num_stages=2, n_microbatches=1, schedule="1f1b") as pipe:
+        assert_close(Outcome(pipe.step(x, target=y), gradients_of(model)), expected, 1e-12)

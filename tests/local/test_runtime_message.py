@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxchimera import PipelineError
-from fxchimera.runtime.message import Key, message_bytes, pack, unpack
+from fxchimera.runtime.message import Key, Parcel, message_bytes, pack, unpack
 from fxchimera.schedule.action import Action
 from fxchimera_passes.captured import TensorMeta
 
@@ -49,6 +49,23 @@ def test_what_is_packed_comes_back(parts: list[tuple[tuple[int, ...], torch.dtyp
         assert torch.equal(got, sent)
         assert got.dtype == sent.dtype
         assert got.stride() == torch.empty_like(sent).stride(), "a dense layout is kept: other layouts round otherwise"
+
+
+def test_a_buffer_that_is_filled_again_holds_the_second_message_only() -> None:
+    """Absent after present, another layout, another micro-batch."""
+    first, second = random((3, 4), torch.float32), random((4, 3), torch.float32).t() + 1.0
+    agreed = metas(first, first)
+    parcel = Parcel(agreed)
+    parcel.fill(KEY, [first, first])
+    other = Key(0, 3, 8)
+    parcel.fill(other, [None, second])
+    absent, got = unpack(other, parcel.buffer, agreed)
+    assert absent is None
+    assert got is not None
+    assert torch.equal(got, second)
+    assert got.stride() == second.stride() == (1, 3)
+    with pytest.raises(PipelineError, match="micro-batch 7"):
+        unpack(KEY, parcel.buffer, agreed)
 
 
 @pytest.mark.parametrize(

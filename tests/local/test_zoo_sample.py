@@ -22,7 +22,8 @@ from tests.parity import (
     micro_batch_loop,
     split,
 )
-from tests.zoo_sample import SAMPLE, WIDTH, Layers
+from tests.zoo_sample import SAMPLE
+from tests.zoo_sample_models import WIDTH, Layers
 
 STAGES, SEED = 4, 7
 RANDOM = {"Noise", "StochasticDepth", "PythonCoins"}

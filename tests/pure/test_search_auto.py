@@ -96,6 +96,24 @@ def test_never_worse_than_a_family():
                         assert found.certificate.makespan <= peer.makespan + 1e-9
 
 
+@pytest.mark.parametrize(
+    ("number", "price", "shape", "bubble"),
+    [
+        (8, 0.05, "bidirectional", 3.75),
+        (8, 0.1, "bidirectional", 4.3),
+        (8, 0.05, "bidirectional-v", 1.95),
+        (8, 0.1, "bidirectional-v", 2.3),
+        (16, 0.1, "bidirectional", 4.9),
+        (16, 0.1, "bidirectional-v", 3.7),
+        (32, 0.1, "bidirectional-v", 4.9),
+    ],
+)
+def test_priced_splits(number, price, shape, bubble):
+    """F = I = W = 1, 8 activations: bubbles, the price included, that a research search reached in minutes."""
+    found = auto(8, number, Costs.uniform(8).with_split_price(price), Limits(peak=8, shapes=(shape,)))
+    assert sound(found, 8, number, 8).bubble <= bubble + 1e-9
+
+
 def test_price_of_splitting():
     """DualPipe at its own peak is never beaten by it, whatever the price of a split (D=8, N=16, latency 0.1)."""
     for price in (0.0, 0.05, 0.1):

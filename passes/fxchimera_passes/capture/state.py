@@ -27,6 +27,7 @@ __all__ = [
     "holders",
     "model_untouched",
     "plain_state",
+    "remembered",
     "without_cache",
 ]
 
