@@ -184,7 +184,8 @@ def run(args: argparse.Namespace) -> Table:
 def show(table: Table, args: argparse.Namespace) -> None:
     """Print the table: measured, predicted, their ratios, and the step time over that of torch's best schedule."""
     print(
-        f"D={args.stages} N={args.microbatches} F={args.forward_ms} ms B={args.backward_ms} ms boundary={args.boundary_bytes} bytes",
+        f"D={args.stages} N={args.microbatches} F={args.forward_ms} ms B={args.backward_ms} ms",
+        f"boundary={args.boundary_bytes} bytes",
         *(f"{name} {value:.3f}" for name, value in table["machine"]["all"].items()),
         sep="; ",
     )

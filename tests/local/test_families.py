@@ -121,7 +121,7 @@ def shuffled(ranks: int, n: int, seed: int) -> Order:
 @pytest.mark.parametrize("seed", range(6))
 def test_any_order_of_the_parts_has_the_same_bits(seed: int) -> None:
     """Sums are by micro-batch, ascending, whatever came first: with 6 micro-batches of two recordings, on 3 ranks."""
-    name, order = TRAINED[seed % 4], shuffled(3, 6, seed)
+    name, order = ("mlp", "gpt2", "tied")[seed % 3], shuffled(3, 6, seed)  # batch norm needs forwards in turn
     example = MODELS[name](batch=11, dropout=0.1)
     expected = [reference(example, 3, 6, order, step=number) for number in range(2)]
     with wrap(example, 3, 6, order) as pipe:
