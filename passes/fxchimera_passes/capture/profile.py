@@ -26,7 +26,7 @@ class Profile:
     def share(self, name: str) -> float:
         """Return the part of the whole forward's work that one call of the module does.
 
-        Each operator costs something to start, however little it does, so half of its part of their number counts where that is more.
+        Each operator costs something to start, however little it does, so half of the part of their number counts where it is more.
         """
         seconds, operators = (table.get(name, 0.0) / (table.get("") or 1.0) for table in (self.seconds, self.operators))
         return max(seconds, operators / 2)
