@@ -14,20 +14,19 @@ freed by I.  What this mode does not see (a compiled module, an LSTM, a custom F
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from fxchimera.errors import FxChimeraError
-from fxchimera.runtime.operators import COMPOSITE, Operands, deferrable, opened
+from fxchimera.runtime.operators import Operands, OperatorMode, deferrable
 
 __all__ = ["Deferral"]
 
 
-class Deferral(TorchFunctionMode):
+class Deferral(OperatorMode):
     """Active during the forward of one micro-batch on one stage; afterwards it holds what W has to do.
 
     ``allowed`` are the ids of the parameters that nothing else in the stage reads; an operator is deferred when all its trainable
@@ -40,7 +39,6 @@ class Deferral(TorchFunctionMode):
         self._queue: list[tuple[_Work, Tensor]] = []
         self._used: dict[int, nn.Parameter] = {}
         self._collecting = False
-        self._inside = False
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -83,19 +81,8 @@ class Deferral(TorchFunctionMode):
             )
         self._queue.append((work, gradient))
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
-            return func(*args, **kwargs)
-        if func is COMPOSITE and not self._inside:
-            self._inside = True
-            try:
-                with self:
-                    return opened(*args, **kwargs)
-            finally:
-                self._inside = False
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one operator, its weight gradients put off if they may be."""
         found = deferrable(func, args, kwargs)
         if found is None or not all(id(parameter) in self._allowed for parameter in found.parameters):
             return func(*args, **kwargs)

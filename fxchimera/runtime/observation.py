@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from fxchimera.runtime.operators import COMPOSITE, deferrable, opened, operands
+from fxchimera.runtime.operators import OperatorMode, deferrable, operands
 
 __all__ = ["Observation"]
 
 
-class Observation(TorchFunctionMode):
+class Observation(OperatorMode):
     """Active during the forward of a stage's first micro-batch; changes nothing."""
 
     def __init__(self) -> None:
@@ -29,7 +28,6 @@ class Observation(TorchFunctionMode):
         self._groups: list[list[int]] = []
         self._elsewhere: set[int] = set()
         self._nested = False
-        self._inside = False
 
     def allowed(self, outputs: Iterable[Tensor], parameters: Iterable[nn.Parameter]) -> frozenset[int]:
         """Return the ids of the parameters that only deferrable operators read."""
@@ -58,19 +56,8 @@ class Observation(TorchFunctionMode):
             waiting += [following for following, _ in node.next_functions] if around is None else around
         return met
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
-            return func(*args, **kwargs)
-        if func is COMPOSITE and not self._inside:
-            self._inside = True
-            try:
-                with self:
-                    return opened(*args, **kwargs)
-            finally:
-                self._inside = False
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one operator and note what it reads."""
         if func is torch.autograd.grad or func is Tensor.backward:
             self._nested = True
         found = deferrable(func, args, kwargs)

@@ -9,18 +9,18 @@ transformer layer, and kept 25 % more memory until W (benchmarks/split.py).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from fxchimera_passes import _torch
 
-__all__ = ["COMPOSITE", "Operands", "deferrable", "opened", "operands", "splittable"]
+__all__ = ["COMPOSITE", "Operands", "OperatorMode", "deferrable", "opened", "operands", "splittable"]
 
 _OPERATORS: frozenset[Callable[..., Any]] = frozenset(
     {
@@ -50,6 +50,33 @@ def _rebound(function: Callable[..., Any]) -> Callable[..., Any]:
 
 opened: Callable[..., Any] = _rebound(F.multi_head_attention_forward)
 """``COMPOSITE`` with its body in the open: the projections inside are seen one by one."""
+
+
+class OperatorMode(TorchFunctionMode):
+    """A function mode that sees operators one by one, those inside ``COMPOSITE`` too; a subclass overrides :meth:`call`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inside = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        if func is COMPOSITE and not self._inside:
+            self._inside = True
+            try:
+                with self:
+                    return opened(*args, **kwargs)
+            finally:
+                self._inside = False
+        return self.call(func, args, kwargs)
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one operator."""
+        return func(*args, **kwargs)
 
 
 class Operands:
