@@ -29,6 +29,11 @@ def may_alias(node: fx.Node, model: nn.Module) -> bool:
     """Whether the value of ``node`` may share memory with one of its inputs; torch's own layers with weights never do."""
     if node.op != "call_module":
         return node.op in ("call_function", "call_method")
-    module = module_at(model, str(node.target))
-    own = type(module).__module__.startswith("torch.nn.modules") and next(module.parameters(recurse=False), None) is not None
-    return not own
+    return not _makes_memory(module_at(model, str(node.target)))
+
+
+def _makes_memory(module: nn.Module) -> bool:
+    """Whether the module is one of torch's own layers with weights, or a sequence of modules with one of those."""
+    if type(module) is nn.Sequential:
+        return any(map(_makes_memory, module))
+    return type(module).__module__.startswith("torch.nn.modules") and next(module.parameters(recurse=False), None) is not None

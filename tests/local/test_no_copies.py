@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fxchimera
 from fxchimera_passes.analytic import analytic
 from fxchimera_passes.capture import capture
 from fxchimera_passes.split import split
@@ -73,3 +75,32 @@ def test_the_benchmark_of_the_overhead_gives_its_figures() -> None:
     found = overhead.measure(case, overhead.parse(["--rounds", "2", "--stages", "3"]))
     assert set(found) == {"eager_ms", "stages_ms", "ratio", "nodes", "opened"}
     assert min(found.values()) > 0
+
+
+class Projected(nn.Module):
+    """A residual block whose shortcut is projected, and a skip around it: three gradients meet in what enters the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.main, self.last = (nn.Linear(64, 64) for _ in range(3))
+        self.shortcut = nn.Sequential(nn.Linear(64, 1), nn.Linear(1, 64))  # so small that it stays one call
+        self.after = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        y = self.main(x)
+        y += self.shortcut(x)
+        return self.last(self.after(y.relu_())) + x
+
+
+def test_what_a_layer_with_weights_reads_is_not_copied_for_a_later_write() -> None:
+    """A copy would add the two gradients of the block before that of the skip, which rounds otherwise."""
+    torch.manual_seed(0)
+    x, plain = torch.randn(16, 64), Projected()
+    model = copy.deepcopy(plain)
+    plain(x).square().mean().backward()
+    options = {"num_stages": 3, "n_microbatches": 1, "schedule": "1f1b", "split_points": ["main", "last"]}
+    with fxchimera.pipeline(model, example_args=(x,), loss_fn=lambda out: out.square().mean(), **options) as pipe:
+        pipe.step(x)
+    for (name, parameter), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter.grad, expected.grad), name
