@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -37,12 +37,6 @@ class Path:
 
     answers: tuple[Answer, ...] = ()
     hints: tuple[Assumption, ...] = ()
-
-    @property
-    def likely(self) -> Path:
-        """The same answers as hints only, for a recording that may read fewer values."""
-        known = dict(enumerate(self.answers))
-        return Path((), tuple(replace(hint, answer=known.get(hint.ordinal, hint.answer)) for hint in self.hints))
 
 
 UNKNOWN = Path()
