@@ -17,6 +17,7 @@ from fxchimera_passes.structure import flatten
 from tests import workers
 from tests.models import MODELS
 from tests.parity import assert_same_tensors
+from tests.process.alike import assert_trained_as_by_threads, union
 from tests.process.pool import Pool
 
 pytestmark = pytest.mark.process
@@ -38,24 +39,10 @@ def matrix() -> list[Any]:
     return [pytest.param(*cell, marks=pytest.mark.matrix) for cell in cells if cell not in CELLS]
 
 
-def union(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The owned entries of all ranks; nobody owns what another does."""
-    assert sum(map(len, parts)) == len({key for part in parts for key in part})
-    return {key: value for part in parts for key, value in part.items()}
-
-
 @pytest.mark.parametrize(("name", "stages", "n", "schedule"), [*CELLS, *matrix()])
 def test_processes_are_bitwise_equal_to_threads(processes: Pool, name: str, stages: int, n: int, schedule: str) -> None:
     """Three AdamW steps with clipping and dropout: losses, norms, gradients and the trained state."""
-    expected = workers.train(name, stages, n, schedule)
-    ranks = processes.run(stages, workers.train, name, stages, n, schedule)
-    for answer in ranks:
-        assert all(map(torch.equal, answer["losses"], expected["losses"]))
-        assert all(map(torch.equal, answer["norms"], expected["norms"]))
-        assert answer["threads"] == []
-    assert_same_tensors(union([answer["gradients"] for answer in ranks]), expected["gradients"])
-    assert_same_tensors(ranks[0]["state"], expected["state"])
-    assert all(answer["state"] == {} for answer in ranks[1:])
+    assert_trained_as_by_threads(processes, name, stages, n, schedule)
 
 
 def test_owners_overwrite_mirrors_when_seeds_differ(processes: Pool) -> None:

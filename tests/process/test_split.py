@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from fxchimera.schedule.auto import auto
 from fxchimera.schedule.limits import Limits
 from fxchimera.schedule.order import Order
 from fxchimera.schedule.profile import Costs
-from tests import workers
-from tests.parity import assert_same_tensors
+from tests.process.alike import assert_trained_as_by_threads
 from tests.process.pool import Pool
 
 pytestmark = pytest.mark.process
@@ -28,11 +26,4 @@ def found() -> Order:
 )
 def test_processes_are_bitwise_equal_to_threads(processes: Pool, name: str, stages: int, n: int, schedule: str | Order) -> None:
     """Three AdamW steps with clipping and dropout; the local run of a family is compared with the reference elsewhere."""
-    expected = workers.train(name, stages, n, schedule)
-    ranks = processes.run(stages, workers.train, name, stages, n, schedule)
-    for answer in ranks:
-        assert all(map(torch.equal, answer["losses"], expected["losses"]))
-        assert all(map(torch.equal, answer["norms"], expected["norms"]))
-    gradients = {key: value for answer in ranks for key, value in answer["gradients"].items()}
-    assert_same_tensors(gradients, expected["gradients"])
-    assert_same_tensors(ranks[0]["state"], expected["state"])
+    assert_trained_as_by_threads(processes, name, stages, n, schedule)
