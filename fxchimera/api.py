@@ -15,12 +15,15 @@ from torch import nn
 from fxchimera.errors import CoarseCutWarning, ScheduleError
 from fxchimera.pipe import Pipeline
 from fxchimera.planner.caps import Cap
-from fxchimera.planner.draft import Auto, draft
+from fxchimera.planner.draft import Auto, Draft, draft
+from fxchimera.planner.measured import replanned
+from fxchimera.planner.relief import Recompute
 from fxchimera.planner.table import Plan
 from fxchimera.runtime.copies import allows_two_copies
 from fxchimera.runtime.failure import Cause, Limits
 from fxchimera.runtime.loss import LossFn, LossWeight, weights_of
 from fxchimera.runtime.microbatch import Batch, ChunkSpecs, divide
+from fxchimera.runtime.profile import profile_cut
 from fxchimera.runtime.program import Programs
 from fxchimera.runtime.reference import Reference, run_reference, true_programs
 from fxchimera.runtime.world import World, make_world
@@ -41,7 +44,7 @@ def pipeline(
     loss_fn: LossFn | None = None,
     num_stages: int,
     n_microbatches: int,
-    schedule: Schedule = "chimera",
+    schedule: Schedule = "auto",
     split_points: Sequence[str] = (),
     loss_weight: LossWeight = "samples",
     args_chunk_spec: Sequence[Any] | None = None,
@@ -50,6 +53,8 @@ def pipeline(
     cost: Literal["analytic", "measured"] = "analytic",
     memory: Cap | Sequence[Cap] | None = None,
     optimizer_values: float = 2.0,
+    recompute: Recompute = "auto",
+    profile: bool = False,
     seed: int | None = None,
     wait_seconds: float = 600.0,
 ) -> Pipeline:
@@ -63,12 +68,14 @@ def pipeline(
         example_kwargs: Keyword arguments of one batch.
         loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` when ``step`` gets no target; None when the model returns
             its own loss.
-        num_stages: Number of stages, and of ranks (D); a schedule with two chunks a rank cuts the model into 2D.
+        num_stages: Number of ranks (D), and of stages; a schedule with two stages a rank cuts the model into 2D.
         n_microbatches: Number of micro-batches a batch is divided into (N), both directions together.
-        schedule: "chimera" (even D), "1f1b", "gpipe" or another family, an :class:`Order`, or a callable ``(D, N) -> Order``.
-            "auto" searches, about a second, for the cut and the order that end soonest together, for any D; a rank holds at most
-            D micro-batches (of one stage each), or what ``memory`` allows, and a second copy of a stage where the model allows it.
-        split_points: Qualified names of the modules that begin a new stage, instead of the automatic cut.
+        schedule: "auto" searches, in about a second, for the cut, the order and the shape that end soonest together: one way, a V
+            (two stages a rank), both directions, or both with V; for any D.  A rank holds at most the activations of D micro-batches
+            of 1/D of the model, or what ``memory`` allows, and a second copy of a stage where the model allows it.  Or "chimera"
+            (even D), "1f1b", "gpipe" or another family, an :class:`Order`, or a callable ``(D, N) -> Order``.
+        split_points: Qualified names of the modules that begin a new stage, instead of the automatic cut; for "auto" D-1 of them,
+            or 2D-1 for two stages a rank.
         loss_weight: How a micro-batch counts: "samples" (by rows), "sum" (the loss is a sum), an ignore_index (by targets that are
             not it), or a callable ``(target, args, kwargs) -> number``.
         args_chunk_spec: Batch dimension of each positional argument where it is not the first: torch's ``TensorChunkSpec``, an
@@ -79,6 +86,12 @@ def pipeline(
         memory: The most that a rank may need, in bytes or as text ("24GiB"); one for all ranks, or one for each.  What kernels need
             for a moment is not counted.
         optimizer_values: Numbers that the optimizer keeps for each parameter, for ``memory`` (AdamW: 2, SGD: 0 or 1).
+        recompute: What a backward computes again instead of keeping it from the forward: "none", "selective" (all but products,
+            convolutions and attention), "full" (all; what enters a group of layers is kept), or one of these for each stage.  "auto"
+            is the least that ``memory`` asks for, so none without it.  Gradients are the same to the last bit.
+        profile: Measure the stages of a first plan on the ranks, what is in them, and messages between ranks, and plan cuts and
+            order again from that; the model is recorded once.  A ``loss_fn`` is left out, as there is no target yet
+            (:meth:`Pipeline.profile` has one).
         seed: Seed of the keyed randomness (dropout); default ``torch.initial_seed()`` of rank 0.
         wait_seconds: How long a rank waits for one message before it raises.
 
@@ -96,7 +109,25 @@ def pipeline(
     try:
         specs = ChunkSpecs(args=args_chunk_spec, kwargs=kwargs_chunk_spec, target=target_chunk_spec)
         batch = divide(example_args, dict(example_kwargs or {}), None, n_microbatches, specs)
-        programs, plan = _plan(model, batch, order, split_points, cost, world, memory, optimizer_values)
+
+        def profiled(made: Draft) -> Draft:
+            """Plan again from what the stages of a first plan take."""
+            example, placement = batch.microbatches[0], made.order.placement
+            found, shares = profile_cut(made.captured, made.cut, example, placement, world, loss_fn=loss_fn)
+            return replanned(
+                made,
+                found,
+                shares,
+                order,
+                split_points=split_points,
+                memory=memory,
+                optimizer_values=optimizer_values,
+                recompute=recompute,
+            )
+
+        programs, plan = _plan(
+            model, batch, order, split_points, cost, world, memory, optimizer_values, recompute, profiled if profile else None
+        )
         chosen_seed = world.spread(torch.initial_seed() if seed is None else seed, "pipeline()")
         return Pipeline(
             model, programs, plan.order, world, plan=plan, loss_fn=loss_fn, loss_weight=loss_weight, specs=specs, seed=chosen_seed
@@ -114,7 +145,7 @@ def reference(
     loss_fn: LossFn | None = None,
     num_stages: int,
     n_microbatches: int,
-    schedule: Schedule = "chimera",
+    schedule: Schedule = "auto",
     split_points: Sequence[str] = (),
     loss_weight: LossWeight = "samples",
     args_chunk_spec: Sequence[Any] | None = None,
@@ -130,7 +161,7 @@ def reference(
     The randomness is keyed as in the pipeline, and the gradient sums are associated as in the pipeline: per (stage, replica) over
     micro-batches ascending, then the uses of a tied parameter by stage ascending, then the replicas, down before up.  So the
     returned loss and gradients equal the pipeline's to the last bit.  The model's ``.grad`` stays as it is.  For a pipeline made
-    with "auto" under ``memory`` or measured costs, pass its ``plan.order`` as ``schedule``.
+    with "auto" under ``memory``, measured costs or ``profile``, pass its ``plan.order`` as ``schedule``.
     """
     order = _order(schedule, num_stages, n_microbatches)
     specs = ChunkSpecs(args=args_chunk_spec, kwargs=kwargs_chunk_spec, target=target_chunk_spec)
@@ -176,6 +207,8 @@ def _plan(
     world: World | None,
     memory: Cap | Sequence[Cap] | None = None,
     optimizer_values: float = 2.0,
+    recompute: Recompute = "none",
+    profiled: Callable[[Draft], Draft] | None = None,
 ) -> tuple[Programs, Plan]:
     """Record the first micro-batch, cut the recording and settle the order; with measured costs every rank uses rank 0's."""
     example = batch.microbatches[0]
@@ -189,7 +222,11 @@ def _plan(
         memory=memory,
         optimizer_values=optimizer_values,
         agreed=None if world is None else lambda costs: world.spread(costs, "pipeline()"),
+        threads=world is None or world.num_processes == 1,
+        recompute=recompute,
     )
+    if profiled is not None:
+        made = profiled(made)
     for note in made.captured.report.notes:
         warnings.warn(note, stacklevel=3)
     for note in made.cut.notes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,9 @@ import torch
 from torch import nn
 
 from fxchimera.errors import FxChimeraError
-from fxchimera.planner.table import Plan, costs_of
+from fxchimera.planner.measured import measured_plan, with_exchange
+from fxchimera.planner.profile import Profile
+from fxchimera.planner.table import Plan
 from fxchimera.runtime.agreement import Call, agree
 from fxchimera.runtime.attempts import Attempts
 from fxchimera.runtime.engine import Engine, Orders
@@ -23,10 +24,11 @@ from fxchimera.runtime.loss import LossFn, LossWeight
 from fxchimera.runtime.microbatch import ChunkSpecs, merge
 from fxchimera.runtime.norms import clip_gradients
 from fxchimera.runtime.preparation import Preparation
+from fxchimera.runtime.profile import agree_on_rounds, profile_pipeline
 from fxchimera.runtime.program import Program, Programs
 from fxchimera.runtime.results import gather_loss, gather_outputs, gather_timeline
 from fxchimera.runtime.state import gather_state, load_state, owned_state, owner_process
-from fxchimera.runtime.undo import undo_of
+from fxchimera.runtime.trial import run_trial
 from fxchimera.runtime.verify import Verification, compare_with_plain
 from fxchimera.runtime.warmup import in_mode
 from fxchimera.runtime.world import World
@@ -61,10 +63,10 @@ class Pipeline:
         self.plan = plan
         self._model, self._world = model, world
         self._names = first.captured.parameters
-        self._costs = costs_of(first.plan.stages)
-        sizes = {name: model.get_parameter(aliases[0]).nbytes for name, aliases in self._names.items()}
-        self._orders = Orders.of(order, first.plan, self._costs, sizes)
-        agree(world, "plan", repr(first.plan) + self._orders.step.digest() + repr(sizes))
+        self._costs = plan.costs
+        self._sizes = {name: model.get_parameter(aliases[0]).nbytes for name, aliases in self._names.items()}
+        self._orders = Orders.of(order, first.plan, self._costs, self._sizes)
+        agree(world, "plan", repr(first.plan) + self._orders.step.digest() + repr(self._sizes))
         self._owner = owner_process(model, first.plan, self._names, order.placement)
         self._engine = Engine(model, first, self._orders, world)
         self._preparation = Preparation(
@@ -205,8 +207,9 @@ class Pipeline:
     # ------------------------------------------------------------------ looking
 
     def draw(self) -> Drawing:
-        """Draw the predicted step and, once a step has run, the measured one below it; prints as text, renders in a notebook."""
-        return Drawing(self._timelines())
+        """Draw the predicted step and, once a step has run, the measured one with it; prints as text, renders in a notebook."""
+        timelines = self._timelines()
+        return Drawing(timelines, paired=len(timelines) == 2)
 
     def trace(self, path: str | Path) -> None:
         """Write the predicted and measured steps as Chrome JSON for Perfetto (rank 0 writes)."""
@@ -219,28 +222,38 @@ class Pipeline:
 
         Gradients, buffers, attributes and the step count are as before afterwards.  Needs a host that holds the whole model.
         """
-        if self._pending:
-            raise FxChimeraError("verify() cannot run between a step under no_sync() and the step that exchanges its gradients")
-        with self._alone():
-            return self._verify(args, kwargs, target)
+        with self._trying("verify()"):
+            state = self.state_dict()
+            job = self._preparation.job(Call.STEP, args, kwargs, target, order=self._orders.step, steps=(self._step,))
+            trial = run_trial(self._model, self._engine, self._attempts, job)
+            self._timeline = trial.finished.timeline
+            return compare_with_plain(self._world, self._model, self._names, trial.finished.job, state, trial.loss, trial.gradients)
 
-    def _verify(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Verification:
-        state = self.state_dict()
-        grads = {name: parameter.grad for name, parameter in self.named_parameters()}
-        job = self._preparation.job(Call.STEP, args, kwargs, target, order=self._orders.step, steps=(self._step,))
-        job, undo = replace(job, trial=True), undo_of(self._model, self._model.buffers())
-        try:
-            for parameter in self.parameters():
-                parameter.grad = None
-            finished, loss = self._attempts.train(Call.STEP, job, hooks=False)
-            self._engine.undo_trial()
-            self._timeline = finished.timeline
-            own = {name: parameter.grad for name, parameter in self.named_parameters()}
-        finally:
-            for name, parameter in self.named_parameters():
-                parameter.grad = grads[name]
-            undo()
-        return compare_with_plain(self._world, self._model, self._names, finished.job, state, loss, own)
+    def profile(self, *args: Any, target: Any = None, rounds: int = 5, **kwargs: Any) -> Profile:
+        """Measure on one batch how long F, B, I and W of every stage take, messages between neighbours, and a whole step.
+
+        ``plan`` then has the measured seconds, and :meth:`draw` predicts from them.  A stage is timed while the other ranks are
+        idle.  The model is as before afterwards; forward hooks and ``loss_fn`` are called about ``4 * rounds`` times.
+
+        Args:
+            args: The batch, as :meth:`step` gets it.
+            target: Its target.
+            rounds: Rounds to take medians of, after one that is not counted.
+            kwargs: The batch's keyword arguments.
+
+        Raises:
+            FxChimeraError: The call is made under ``no_sync`` or ``torch.no_grad()``, or parameters are on the meta device.
+        """
+        with self._trying("profile()"):
+            agree_on_rounds(self._world, list(self._engine.owned.items()), rounds)
+            job = self._preparation.job(Call.STEP, args, kwargs, target, order=self._orders.step, steps=(self._step,))
+            found = profile_pipeline(self._model, self._engine, self._attempts, self._world, job, rounds=rounds)
+            self.plan = measured_plan(self.plan, found.measurement)
+            sent = self._world.num_processes > 1  # between threads, parameters and their gradients are not
+            self._costs = with_exchange(self.plan, self._sizes) if sent else self.plan.costs
+            self._timeline = found.timeline
+        predicted = simulate(self._orders.step, self._costs).makespan
+        return Profile.of(found.measurement, self.plan, predicted, found.seconds, shared=not sent)
 
     # ------------------------------------------------------------------ end
 
@@ -269,6 +282,16 @@ class Pipeline:
             yield
         finally:
             self._in_use.release()
+
+    @contextlib.contextmanager
+    def _trying(self, what: str) -> Iterator[None]:
+        """Run steps that leave no trace inside; ``what`` is the call, for the error."""
+        if not self._synchronise or self._pending:
+            raise FxChimeraError(f"{what} cannot run under no_sync(), or before the step that exchanges the gradients left by it")
+        if not torch.is_grad_enabled():
+            raise FxChimeraError(f"{what} runs backwards, but was called under torch.no_grad()")
+        with self._alone():
+            yield
 
     def _timelines(self) -> tuple[Timeline, ...]:
         predicted = simulate(self._orders.step, self._costs)

@@ -38,9 +38,10 @@ def add_plan(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     add("target", metavar="TARGET", help="what returns the model and one batch")
     add("--stages", type=int, default=4, help="stages of the pipeline and ranks, D (default %(default)s)")
     add("--microbatches", type=int, default=8, help="micro-batches of a step, N (default %(default)s)")
-    add("--schedule", default="chimera", help="chimera, 1f1b, gpipe or another, or auto (default %(default)s)")
+    add("--schedule", default="auto", help="auto, or chimera, 1f1b, gpipe or another (default %(default)s)")
     add("--memory", help="the most that a rank may need, for instance 24GiB; or one size for each rank, with commas")
     add("--optimizer-values", type=float, default=2.0, help="numbers the optimizer keeps a parameter (default 2, AdamW)")
+    add("--recompute", default="auto", help="none, selective, full, or one for each stage, with commas; auto: as --memory asks for")
     add("--cost", default="analytic", choices=("analytic", "measured"), help="flops and bytes, or seconds on this machine")
     add("--split-points", default="", help="modules that begin a stage, with commas, instead of the automatic cut")
     add("--input", action="append", default=[], metavar="NAME=DTYPE[SIZES]", help='replaces the batch: "ids=int64[16, 128]"')
@@ -100,6 +101,7 @@ def _draft(args: argparse.Namespace, example: Example, first: MicroBatch, order:
         cost=args.cost,
         memory=_memory(args.memory),
         optimizer_values=args.optimizer_values,
+        recompute=args.recompute.split(",") if "," in args.recompute else args.recompute,
     )
 
 

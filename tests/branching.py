@@ -150,7 +150,7 @@ def process_steps(
                 parameter.mul_(1.0 - 0.4 * rank)
     xs = [(-1) ** index * x for index, x in enumerate(batches(4))]
     with warnings.catch_warnings(), fxchimera.pipeline(
-        model, example_args=(xs[0],), loss_fn=square, num_stages=stages, n_microbatches=n, seed=7
+        model, example_args=(xs[0],), loss_fn=square, num_stages=stages, n_microbatches=n, schedule="chimera", seed=7
     ) as pipe:  # fmt: skip
         warnings.simplefilter("ignore")
         if state is not None:

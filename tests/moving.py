@@ -152,7 +152,7 @@ def train_two_norms(stages: int, n: int) -> tuple[list[Tensor], dict[str, Any]]:
     torch.manual_seed(3)
     xs = batches(3, 4 * n)
     with warnings.catch_warnings(), fxchimera.pipeline(
-        TwoNorms().double(), example_args=(xs[0],), loss_fn=square, num_stages=stages, n_microbatches=n, seed=7
+        TwoNorms().double(), example_args=(xs[0],), loss_fn=square, num_stages=stages, n_microbatches=n, schedule="chimera", seed=7
     ) as pipe:  # fmt: skip
         warnings.simplefilter("ignore")
         optimizer = torch.optim.SGD(pipe.parameters(), 0.3)

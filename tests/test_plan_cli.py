@@ -94,7 +94,7 @@ def test_every_form_of_builder_gives_the_same_plan(here, capsys, form):
 
 
 def test_as_text_with_picture(here, capsys):
-    text = plan(capsys, "plan_builders.py:pair", "--svg", "step.svg", "--split-points", "2,4,6")
+    text = plan(capsys, "plan_builders.py:pair", "--schedule", "chimera", "--svg", "step.svg", "--split-points", "2,4,6")
     for part in (
         "2 (down), 1 (up)",
         "0 .. 1",
@@ -110,7 +110,7 @@ def test_as_text_with_picture(here, capsys):
 def test_a_cap_is_kept_or_refused(here, capsys):
     """Two directions: a rank holds two stages, four times the bytes of one and twice those of the other, and activations."""
     layer = 4 * (16 * 16 + 16)
-    options = ["plan_builders:pair", "--json", "--memory"]
+    options = ["plan_builders:pair", "--schedule", "chimera", "--json", "--memory"]
     found = json.loads(plan(capsys, *options, f"{15 * layer}"))
     assert max(need["total"] for need in found["memory"]) <= 15 * layer
     assert all(need["cap"] == 15 * layer for need in found["memory"])
@@ -126,7 +126,7 @@ def test_formulas(here, capsys):
     found = json.loads(plan(capsys, "plan_builders:pair", "--json", "--stages", "2", "--symbolic"))["formulas"]
     flops = [8 * 2 * 16 * 16, *(int(row["flops"].removesuffix("*batch")) for row in found)]
     assert flops[0] == sum(flops[1:])
-    text = plan(capsys, "plan_builders:pair", "--symbolic")
+    text = plan(capsys, "plan_builders:pair", "--schedule", "1f1b", "--symbolic")
     assert text.count(": flops ") == 4
 
 
@@ -151,7 +151,7 @@ def test_inputs_from_the_command_line(here, capsys):
         (["plan_builders:fails"], "ValueError: no data here (at "),
         (["plan_builders:bare"], "without a batch"),
         (["plan_builders:bare", "--input", "int12[3]"], "an input is written"),
-        (["plan_builders:pair", "--stages", "3"], "even number of stages"),
+        (["plan_builders:pair", "--schedule", "chimera", "--stages", "3"], "even number of stages"),
         (["plan_builders:pair", "--microbatches", "32"], "16 rows cannot be divided into n_microbatches=32"),
         (["plan_builders:pair", "--stages", "0"], "num_stages must be at least 1"),
         (["plan_builders:pair", "--memory", "much"], "memory must be a size"),
@@ -193,9 +193,10 @@ def test_the_one_line_keeps_the_cap_too():
 
 
 def test_the_search_plans_cut_and_order(here, capsys):
-    """Three ranks, which chimera refuses; with the cap below two copies of the weights there is one."""
-    options = ["plan_builders:meta", "--json", "--schedule", "auto", "--stages", "3", "--microbatches", "4"]
-    found = json.loads(plan(capsys, *options, "--svg", "step.svg"))
+    """Three ranks, which chimera refuses; inputs so long that two copies exchange little, then a cap below two copies."""
+    options = ["plan_builders:meta", "--json", "--stages", "3", "--microbatches", "4"]
+    rows = ["--input", "input=float32[1024, 16]"]
+    found = json.loads(plan(capsys, *options, *rows, "--svg", "step.svg"))
     assert (found["schedule"], found["num_ranks"], found["certificate"]["schedule"]) == ("auto", 3, "auto")
     assert found["certificate"]["lower_bound"] <= found["certificate"]["makespan"]
     assert found["certificate"]["weight_copies"] == 2
@@ -205,6 +206,6 @@ def test_the_search_plans_cut_and_order(here, capsys):
     small = json.loads(plan(capsys, *options, "--memory", f"{14 * layer}"))
     assert small["certificate"]["weight_copies"] == 1
     assert max(need["total"] for need in small["memory"]) <= 14 * layer
-    text = plan(capsys, *[option for option in options if option != "--json"])
+    text = plan(capsys, *rows, *[option for option in options if option != "--json"])
     assert "schedule auto" in text
     assert "2 weight copies" in text

@@ -42,6 +42,10 @@ def _stage_as_dict(stage: Stage) -> dict[str, object]:
         "parameter_bytes": stage.parameter_bytes,
         "owned_parameters": len(stage.owned),
         "activation_bytes": stage.activation_bytes,
+        "recompute": stage.recompute,
+        "recompute_seconds": stage.recompute_seconds,
+        "recompute_bytes": stage.recompute_bytes,
+        "kept_whole": list(stage.kept_whole),
         "sent": [
             {
                 "name": value.name,

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from fxchimera.errors import FxChimeraError
+from fxchimera.errors import FxChimeraError, PartitionError
 from fxchimera.planner.caps import Cap, caps_of
 from fxchimera.planner.choose import Memory, choose_cut, sizes_of
 from fxchimera.planner.joint import Joint
+from fxchimera.planner.link import Measures
 from fxchimera.planner.memory import Sizes
+from fxchimera.planner.relief import AUTO, Recompute, Relief, reliefs, understood
 from fxchimera.planner.table import Plan
+from fxchimera.schedule.mirrors import sync_edges
 from fxchimera.schedule.order import Order
 from fxchimera.schedule.placement import one_way
 from fxchimera_passes.capture import capture
@@ -21,7 +25,7 @@ from fxchimera_passes.captured import Captured
 from fxchimera_passes.cost import NodeCosts, analytic, measured
 from fxchimera_passes.plan import StagePlan
 
-__all__ = ["Auto", "Draft", "draft"]
+__all__ = ["Auto", "Draft", "arrange", "draft"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +51,10 @@ class Auto:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """The recording of a model, its cut, the order of a step, and the plan as a user reads it."""
+    """The recording of a model, what its nodes cost, its cut, the order of a step, and the plan as a user reads it."""
 
     captured: Captured
+    costs: NodeCosts
     cut: StagePlan
     order: Order
     plan: Plan
@@ -66,6 +71,8 @@ def draft(
     memory: Cap | Sequence[Cap] | None = None,
     optimizer_values: float = 2.0,
     agreed: Callable[[NodeCosts], NodeCosts] | None = None,
+    threads: bool = False,
+    recompute: Recompute = AUTO,
 ) -> Draft:
     """Record ``model`` on one micro-batch and cut the recording into the stages of ``order``.
 
@@ -79,14 +86,17 @@ def draft(
         memory: the most that a rank may need, for all ranks or by rank.
         optimizer_values: numbers that the optimizer keeps for each parameter (AdamW: 2).
         agreed: makes measured costs the same on every rank.
+        threads: the ranks are threads of one process, so that measured costs go with fast messages.
+        recompute: how much stages compute again in the backward; "auto" is what ``memory`` asks for.
 
     Raises:
         CaptureError: The model cannot be recorded.
         PartitionError: It cannot be cut into these stages, or not within ``memory``.
-        FxChimeraError: ``cost`` or ``memory`` is not understood.
+        FxChimeraError: ``cost``, ``memory`` or ``recompute`` is not understood.
     """
     num_ranks, num_stages = (order.num_ranks,) * 2 if isinstance(order, Auto) else _size(order)
-    caps = caps_of(memory, num_ranks)
+    caps_of(memory, num_ranks)  # refused before the model is recorded
+    understood(recompute)
     if cost not in ("analytic", "measured"):
         raise FxChimeraError(f'cost must be "analytic" or "measured", got {cost!r}')
     if cost == "measured" and any(parameter.is_meta for parameter in model.parameters()):
@@ -97,20 +107,82 @@ def draft(
         costs = agreed(costs) if agreed is not None else costs
     else:
         costs = analytic(captured)
+    return arrange(
+        captured,
+        costs,
+        order,
+        split_points=split_points,
+        memory=memory,
+        optimizer_values=optimizer_values,
+        measures=Measures.usual(cost, captured.device.type, threads=threads),
+        recompute=recompute,
+    )
+
+
+def arrange(
+    captured: Captured,
+    costs: NodeCosts,
+    order: Order | Auto,
+    *,
+    split_points: Sequence[str] = (),
+    memory: Cap | Sequence[Cap] | None = None,
+    optimizer_values: float = 2.0,
+    measures: Measures | None = None,
+    recompute: Recompute = AUTO,
+) -> Draft:
+    """Cut a recording whose nodes cost ``costs``, and settle the order; the rest is as in :func:`draft`.
+
+    Raises:
+        PartitionError: It cannot be cut into these stages, or not within ``memory``.
+        FxChimeraError: ``memory`` or ``recompute`` is not understood.
+    """
+    caps = caps_of(memory, order.num_ranks if isinstance(order, Auto) else order.placement.num_ranks)
     sizes = sizes_of(captured, optimizer_values=optimizer_values)
-    if isinstance(order, Auto):
-        return _searched(captured, costs, order, split_points, sizes, caps)
-    needs = Memory.of(order, sizes, caps)
-    cut = choose_cut(captured, costs, order, split_points, needs)
-    return Draft(captured, cut, order, Plan.of(captured, cut, order, needs.needed(cut.stages), caps))
+    known = measures or Measures()
+
+    def arranged(relief: Relief | None) -> Draft:
+        if isinstance(order, Auto):
+            return _searched(captured, costs, order, split_points, sizes, caps, known, relief)
+        return _cut(captured, costs, order, split_points, sizes, caps, known, relief)
+
+    *others, last = reliefs(recompute, captured, costs, capped=bool(caps))
+    for relief in others:
+        with contextlib.suppress(PartitionError):
+            return arranged(relief)
+    return arranged(last)
 
 
 def _size(order: Order) -> tuple[int, int]:
     return order.placement.num_ranks, order.placement.num_stages
 
 
+def _cut(
+    captured: Captured,
+    costs: NodeCosts,
+    order: Order,
+    split_points: Sequence[str],
+    sizes: Sizes,
+    caps: tuple[int, ...],
+    known: Measures,
+    relief: Relief | None,
+) -> Draft:
+    """Plan the cut for an order."""
+    needs = Memory.of(order, sizes, caps)
+    cut = choose_cut(captured, costs, order, split_points, needs, known, relief=relief)
+    sync = sync_edges(cut, order.placement, sizes.parameters)
+    plan = Plan.of(captured, cut, order, needs.needed(cut.stages), caps, measures=known, sync=sync)
+    return Draft(captured, costs, cut, order, plan)
+
+
 def _searched(
-    captured: Captured, costs: NodeCosts, wanted: Auto, split_points: Sequence[str], sizes: Sizes, caps: tuple[int, ...]
+    captured: Captured,
+    costs: NodeCosts,
+    wanted: Auto,
+    split_points: Sequence[str],
+    sizes: Sizes,
+    caps: tuple[int, ...],
+    measures: Measures,
+    relief: Relief | None,
 ) -> Draft:
     """Plan the cut and the order together."""
     found = Joint(
@@ -122,6 +194,9 @@ def _searched(
         split_points=split_points,
         sizes=sizes,
         caps=caps,
+        measures=measures,
+        relief=relief,
     ).choose()
     memory = Memory.of(found.order, sizes, caps).needed(found.cut.stages)
-    return Draft(captured, found.cut, found.order, Plan.of(captured, found.cut, found.order, memory, caps, found.problem))
+    plan = Plan.of(captured, found.cut, found.order, memory, caps, found.problem, measures, found.sync)
+    return Draft(captured, costs, found.cut, found.order, plan)

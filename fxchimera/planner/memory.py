@@ -3,6 +3,7 @@
     rank 0 of D = 2, both directions        owner of stage 0: parameters, gradients, optimizer state
                                             mirror of stage 1: a second copy of its parameters and of their gradients
                                             activations: the micro-batches in flight, as the order says, times what each saves
+                                            recomputation: what one backward makes again, for a moment
                                             messages: one of each flow on its way
 
 Not counted: what kernels need for a moment, the user's batch, and what the allocator rounds up.
@@ -39,7 +40,8 @@ class RankMemory:
     """Bytes that one rank needs, and the most micro-batches it holds at once of each of its stages.
 
     ``parameters`` are the owned ones, and the buffers; ``mirrors`` the copies of parameters that other stages own, with gradients.
-    ``in_flight`` are (pipe, stage, micro-batches).
+    ``recomputation`` is what a backward needs for a moment while it runs a part of the forward again.  ``in_flight`` are (pipe,
+    stage, micro-batches).
     """
 
     rank: int
@@ -50,15 +52,17 @@ class RankMemory:
     activations: int
     messages: int
     in_flight: tuple[tuple[int, int, int], ...]
+    recomputation: int = 0
 
     @property
     def total(self) -> int:
         """All of it, in bytes."""
-        return self.parameters + self.gradients + self.optimizer + self.mirrors + self.activations + self.messages
+        held = self.activations + self.recomputation + self.messages
+        return self.parameters + self.gradients + self.optimizer + self.mirrors + held
 
     def as_dict(self) -> dict[str, object]:
         """The fields and the total; ready for JSON."""
-        names = ("rank", "parameters", "gradients", "optimizer", "mirrors", "activations", "messages", "total")
+        names = ("rank", "parameters", "gradients", "optimizer", "mirrors", "activations", "recomputation", "messages", "total")
         held = [{"pipe": pipe, "stage": stage, "microbatches": count} for pipe, stage, count in self.in_flight]
         return {**{name: getattr(self, name) for name in names}, "in_flight": held}
 
@@ -141,6 +145,7 @@ def _of_rank(rank: int, stages: Sequence[Stage], held: Holdings, owner: Mapping[
         activations=held.peak([stage.activation_bytes for stage in stages]),
         messages=messages,
         in_flight=tuple((pipe, stage, count) for (pipe, stage), count in zip(held.replicas, most, strict=True)),
+        recomputation=max(stages[stage].recompute_bytes for _, stage in held.replicas),
     )
 
 

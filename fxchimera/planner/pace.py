@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fxchimera.schedule.action import Action, Kind
+from fxchimera.schedule.lower import lower
 from fxchimera.schedule.order import Order
 from fxchimera.schedule.placement import Placement
 from fxchimera.schedule.profile import Costs
 from fxchimera.schedule.simulate import completions, simulate
 
-__all__ = ["makespan_of"]
+__all__ = ["makespan_of", "step_seconds"]
 
 _NONE = -1
 
@@ -41,6 +42,17 @@ def makespan_of(order: Order) -> Callable[[Costs], float]:
         return lambda costs: simulate(order, costs).makespan
     steps = _line(order)
     return lambda costs: _pass(steps, order.placement.num_ranks, costs)
+
+
+def step_seconds(order: Order, costs: Costs) -> float:
+    """Predicted seconds of a step with everything that travels, the exchange between mirrors and owners (``costs.sync``) too.
+
+    Raises:
+        ScheduleError: The order cannot proceed, or the edges are not its placement's.
+    """
+    if not costs.sync:
+        return makespan_of(order)(costs)
+    return simulate(lower(order, costs, sync=costs.sync), costs).makespan
 
 
 def _line(order: Order) -> tuple[_Step, ...]:

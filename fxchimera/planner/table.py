@@ -7,22 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fxchimera.planner.caps import readable_bytes
+from fxchimera.planner.link import Measures
 from fxchimera.planner.memory import RankMemory
+from fxchimera.planner.rows import Rows, as_html, as_text
 from fxchimera.planner.spans import spans_of
 from fxchimera.schedule.certificate import Certificate, certify
 from fxchimera.schedule.order import Order
 from fxchimera.schedule.placement import Placement
 from fxchimera.schedule.problem import Problem
-from fxchimera.schedule.profile import Costs
+from fxchimera.schedule.profile import Costs, SyncEdge
 from fxchimera_passes.captured import Captured
-from fxchimera_passes.plan import BoundaryValue, Load, Stage, StagePlan
+from fxchimera_passes.plan import NONE, BoundaryValue, Load, Stage, StagePlan
 from fxchimera_passes.report import Explanation, explain
 
-__all__ = ["SPLIT_PRICE", "Plan", "costs_of"]
-
-SPLIT_PRICE = 0.04  # what two halves take beyond a whole backward: 3 to 5 % of a transformer layer on a CPU (benchmarks/split.py)
-
-_Table = list[tuple[str, ...]]
+__all__ = ["Plan", "costs_of"]
 
 _STAGES = (
     "stage",
@@ -49,7 +47,7 @@ class Plan:
     opened and closed and why, what it holds for, constants, what stays together, what is computed again; it prints as a text.
 
     ``order`` is what every rank does, computations only; given as ``schedule=`` it makes the same step again.  ``certificate`` has
-    its makespan under ``costs``, with a proven lower bound.
+    its makespan under ``costs``, with a proven lower bound; ``measures`` is what the costs take for granted about the machine.
     """
 
     cut: StagePlan
@@ -60,6 +58,7 @@ class Plan:
     memory: tuple[RankMemory, ...]
     caps: tuple[int, ...]
     spans: tuple[str, ...]
+    measures: Measures
 
     @classmethod
     def of(
@@ -70,9 +69,12 @@ class Plan:
         memory: tuple[RankMemory, ...],
         caps: tuple[int, ...] = (),
         problem: Problem | None = None,
+        measures: Measures | None = None,
+        sync: tuple[SyncEdge, ...] = (),
     ) -> Plan:
         """The plan of a cut for the order that will run it; ``problem`` has the limits it was searched in."""
-        costs = costs_of(cut.stages)
+        known = measures or Measures()
+        costs = costs_of(cut.stages, known, sync)
         return cls(
             cut=cut,
             order=order,
@@ -82,6 +84,7 @@ class Plan:
             memory=memory,
             caps=caps,
             spans=spans_of(captured, cut),
+            measures=known,
         )
 
     @property
@@ -105,14 +108,14 @@ class Plan:
         return self.cut.gap
 
     def __str__(self) -> str:
-        stages, ranks = _text(self._stage_rows()), _text(self._rank_rows())
-        return "\n".join([self._title(), *stages, "", self._memory_title(), *ranks, "", str(self.certificate)])
+        stages, ranks = as_text(self._stage_rows()), as_text(self._rank_rows())
+        return "\n".join([self._title(), *stages, *self._recomputed(), "", self._memory_title(), *ranks, "", str(self.certificate)])
 
     __repr__ = __str__  # a shell shows the table, not the records behind it
 
     def _repr_html_(self) -> str:
-        tables = ((self._title(), self._stage_rows()), (self._memory_title(), self._rank_rows()))
-        shown = "".join(f"<p>{html.escape(title)}</p>{_html(rows)}" for title, rows in tables)
+        tables = ((self._title(), self._stage_rows()), ("\n".join([*self._recomputed(), self._memory_title()]), self._rank_rows()))
+        shown = "".join(f"<p>{html.escape(title)}</p>{as_html(rows)}" for title, rows in tables)
         return f"{shown}<p>{html.escape(str(self.certificate))}</p>"
 
     def _title(self) -> str:
@@ -123,13 +126,27 @@ class Plan:
             f"heaviest stage within {100 * self.gap:.1f} % of the proven bound"
         )
 
+    def _recomputed(self) -> list[str]:
+        """A line for each stage that computes a part of its forward again."""
+        return [
+            f'stage {stage.index} recomputes "{stage.recompute}": {1e3 * stage.recompute_seconds:.4g} ms of B, which needs '
+            f"{readable_bytes(stage.recompute_bytes)} for a moment"
+            + (
+                f"; kept: {stage.kept_whole[0]}" + (f" and {len(stage.kept_whole) - 1} more" if stage.kept_whole[1:] else "")
+                if stage.kept_whole
+                else ""
+            )
+            for stage in self.stages
+            if stage.recompute != NONE
+        ]
+
     def _memory_title(self) -> str:
         most = readable_bytes(max(need.total for need in self.memory))
         allowed = sorted(set(self.caps))
         caps = " to ".join(readable_bytes(size) for size in (allowed[:1] + allowed[1:][-1:]))
         return f"memory: a rank needs up to {most}" + (f", and may have {caps}" if caps else "")
 
-    def _stage_rows(self) -> _Table:
+    def _stage_rows(self) -> Rows:
         total = sum(stage.cost_seconds for stage in self.stages) or 1.0
         rows = [
             (
@@ -148,7 +165,7 @@ class Plan:
         ]
         return [_STAGES, *rows]
 
-    def _rank_rows(self) -> _Table:
+    def _rank_rows(self) -> Rows:
         rows = [
             (
                 str(need.rank),
@@ -160,7 +177,7 @@ class Plan:
                         need.gradients,
                         need.optimizer,
                         need.mirrors,
-                        need.activations,
+                        need.activations + need.recomputation,
                         need.messages,
                         need.total,
                     )
@@ -171,35 +188,28 @@ class Plan:
         return [_RANKS, *rows]
 
 
-def costs_of(stages: Sequence[Stage] | Sequence[Load], *, latency: float = 0.0, split_price: float = SPLIT_PRICE) -> Costs:
+def costs_of(stages: Sequence[Stage] | Sequence[Load], measures: Measures | None = None, sync: tuple[SyncEdge, ...] = ()) -> Costs:
     """Return the schedule's view of the stages: seconds by stage, whole backwards and their halves, bytes of each boundary.
 
-    The halves are equal, and together take ``1 + split_price`` times the whole.
+    ``sync`` is what mirrors and owners exchange.
     """
-    whole = tuple(stage.backward_seconds for stage in stages)
-    half = tuple((1.0 + split_price) * seconds / 2 for seconds in whole)
+    known = measures or Measures()
+    halves = [
+        (stage.recompute_seconds + first, second)  # what is run again, is run for the input gradient
+        for stage in stages
+        for first, second in [known.halves(stage.forward_seconds, stage.backward_seconds - stage.recompute_seconds)]
+    ]
     return Costs(
         forward=tuple(stage.forward_seconds for stage in stages),
-        input_grad=half,
-        weight_grad=half,
-        backward=whole,
-        latency=latency,
+        input_grad=tuple(first for first, _ in halves),
+        weight_grad=tuple(second for _, second in halves),
+        backward=tuple(stage.backward_seconds for stage in stages),
+        latency=known.link.latency,
+        bytes_per_second=known.link.bytes_per_second,
         boundary_bytes=tuple(stage.sent_bytes for stage in stages[:-1]),
+        sync_bytes_per_second=known.link.bytes_per_second,
+        sync=sync,
     )
-
-
-def _text(rows: _Table) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [lines[0], "-" * len(lines[0]), *lines[1:]]
-
-
-def _html(rows: _Table) -> str:
-    lines = []
-    for number, row in enumerate(rows):
-        tag = "td" if number else "th"
-        lines.append("<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>")
-    return f"<table>{''.join(lines)}</table>"
 
 
 def _bytes(values: Sequence[BoundaryValue]) -> int:

@@ -9,12 +9,13 @@
 
 No formula of our own, so kernels and bits are torch's.  The engine runs nodes from the last made to the first, in I and W as in a
 whole backward: contributions to a weight that is used twice add up in the same order.  Everything else of the stage's graph is
-freed by I.  What this mode does not see (a compiled module, an LSTM, a custom Function) keeps its weights' gradients in I.
+freed by I.  A weight that is made of parameters (weight norm, one expert's of a stack) is differentiated by W too.  What this mode
+does not see (a compiled module, an LSTM, a custom Function) keeps its weights' gradients in I.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ class Deferral(OperatorMode):
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one operator, its weight gradients put off if they may be."""
-        found = deferrable(func, args, kwargs)
+        found = deferrable(func, args, kwargs, _is_deferred)
         if found is None or not all(id(parameter) in self._allowed for parameter in found.parameters):
             return func(*args, **kwargs)
         return self._deferred(func, args, kwargs, found)
@@ -92,8 +93,9 @@ class Deferral(OperatorMode):
         leaves: list[Tensor] = []
         inputs = found.inputs
         if inputs:
-            args = tuple(_on_leaves(value, leaves) for value in args)
-            kwargs = {name: _on_leaves(value, leaves) for name, value in kwargs.items()}
+            made = {id(weight) for weight in found.made}
+            args = tuple(_on_leaves(value, leaves, made) for value in args)
+            kwargs = {name: _on_leaves(value, leaves, made) for name, value in kwargs.items()}
         work = _Work(self, func(*args, **kwargs), leaves, found.parameters)
         self._used.update((id(parameter), parameter) for parameter in found.parameters)
         phony = None if inputs else torch.empty(0, requires_grad=True, device="cpu")
@@ -134,15 +136,19 @@ class _Deferred(torch.autograd.Function):
         return (None, None, *ctx.work.backward(gradient))
 
 
-def _on_leaves(value: Any, leaves: list[Tensor]) -> Any:
-    """Replace an input by a detached leaf of the operator's own graph."""
+def _is_deferred(node: Any) -> bool:
+    return isinstance(getattr(node, "work", None), _Work)
+
+
+def _on_leaves(value: Any, leaves: list[Tensor], made: Container[int]) -> Any:
+    """Replace an input by a detached leaf of the operator's own graph; weights in ``made`` belong to it."""
     kind = type(value)
-    if kind is Tensor and value.requires_grad:
+    if kind is Tensor and value.requires_grad and id(value) not in made:
         leaf = value.detach().requires_grad_()
         if torch.is_autocast_enabled(leaf.device.type):
             leaf = leaf.view_as(leaf)  # autocast keeps its copies of leaves to the end of the region; of views it does not
         leaves.append(leaf)
         return leaf
     if kind is list or kind is tuple:
-        return kind(_on_leaves(one, leaves) for one in value)
+        return kind(_on_leaves(one, leaves, made) for one in value)
     return value

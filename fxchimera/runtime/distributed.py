@@ -17,17 +17,20 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo  # type: ignore[attr-defined]
 
 from fxchimera.errors import PipelineError
 from fxchimera.runtime.failure import Cause, Failure
-from fxchimera.runtime.groups import destroy
+from fxchimera.runtime.groups import connect, open_devices
 from fxchimera.runtime.message import Key, Parcel, Payload, message_bytes, unpack
-from fxchimera.runtime.sharedfailure import resolve_cause
+from fxchimera.runtime.receivepool import ReceivePool
+from fxchimera.runtime.sharedfailure import SharedFailure, resolve_cause
 from fxchimera.runtime.transport import Channel, Expected
 from fxchimera_passes.captured import TensorMeta
 
@@ -47,10 +50,11 @@ class _Helper(threading.Thread):
     one is blocked: of the two ends of a channel at most one can be, since two that are would have met.
     """
 
-    def __init__(self, channel: Channel, group: dist.ProcessGroup, failure: Failure, peer: int) -> None:
+    def __init__(self, channel: Channel, group: ProcessGroupGloo, failure: Failure, peer: int) -> None:
         super().__init__(name=f"fxchimera-{channel}", daemon=True)
         self.tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.channel, self.group = channel, group
+        self.other = 1 - group.rank()
         self._failure, self._peer = failure, peer
 
     def run(self) -> None:
@@ -71,7 +75,7 @@ class _Helper(threading.Thread):
 class _Sender(_Helper):
     """Waits for the sends of one channel, in order; a buffer is left alone until its send is done, and then used again."""
 
-    def __init__(self, channel: Channel, group: dist.ProcessGroup, failure: Failure, peer: int) -> None:
+    def __init__(self, channel: Channel, group: ProcessGroupGloo, failure: Failure, peer: int) -> None:
         super().__init__(channel, group, failure, peer)
         self._unwatched: list[tuple[dist.Work, Parcel]] = []
         self._left: list[tuple[dist.Work, Parcel]] = []
@@ -89,10 +93,9 @@ class _Sender(_Helper):
             parcel = Parcel(metas)
         parcel.fill(key, payload)
         try:
-            work = dist.isend(parcel.buffer, self._peer, group=self.group, tag=_tag(key))
+            work = self.group.send([parcel.buffer], self.other, _tag(key))
         except Exception as error:
             raise self.broken(error).error() from error
-        assert work is not None
         self._unwatched.append((work, parcel))
         if len(self._unwatched) >= _UNWATCHED:
             self.watch()
@@ -116,8 +119,9 @@ class _Sender(_Helper):
 class _Receiver(_Helper):
     """Receives the announced messages of one channel, in order, ahead of the computes that need them."""
 
-    def __init__(self, channel: Channel, group: dist.ProcessGroup, failure: Failure, peer: int) -> None:
+    def __init__(self, channel: Channel, group: ProcessGroupGloo, failure: Failure, peer: int, room: int) -> None:
         super().__init__(channel, group, failure, peer)
+        self.pool = ReceivePool(room if channel[2] not in _RARE else 0)
         self.arrived: queue.SimpleQueue[tuple[Expected, torch.Tensor]] = queue.SimpleQueue()
         self._begun: deque[tuple[Expected, torch.Tensor, dist.Work]] = deque()
 
@@ -139,9 +143,8 @@ class _Receiver(_Helper):
             if task is None:
                 return False
             if self._failure.cause is None:
-                buffer = torch.empty(message_bytes(task.metas), dtype=torch.uint8)
-                work = dist.irecv(buffer, self._peer, group=self.group, tag=_tag(task.key))
-                assert work is not None
+                buffer = self.pool.take(message_bytes(task.metas))
+                work = self.group.recv([buffer], self.other, _tag(task.key))
                 self._begun.append((task, buffer, work))
         return True
 
@@ -151,23 +154,37 @@ class DistributedTransport:
 
     All ranks must construct it at the same time with the same ``channels``: groups are made, and each is used once, in one
     global order.
+
+    Args:
+        rank: This rank.
+        channels: All channels of all ranks.
+        failure: Where a broken connection is reported.
+        room: By channel, the most messages that are ever on the way or looked at by the receiver, from the proof of the order.
     """
 
     shares_memory = False
 
-    def __init__(self, rank: int, channels: Sequence[Channel], failure: Failure) -> None:
+    def __init__(
+        self, rank: int, channels: Sequence[Channel], failure: Failure, room: Mapping[Channel, int] = MappingProxyType({})
+    ) -> None:
         self._failure = failure
         self._senders: dict[Channel, _Sender] = {}
         self._receivers: dict[Channel, _Receiver] = {}
         timeout = datetime.timedelta(seconds=failure.limits.wait_seconds)
+        assert isinstance(failure, SharedFailure), "processes share their failures"
+        name = f"transport {failure.store.add(f'transports of rank {rank}', 1)}"
+        devices = open_devices()
         for channel in channels:
-            group = dist.new_group(sorted(channel[:2]), timeout=timeout, backend="gloo")
+            if rank not in channel[:2]:
+                continue
+            group = connect(failure.store, f"{name}/{channel}", rank, channel[:2], devices, timeout)
+            first = [torch.zeros(1, dtype=torch.uint8)]
             if rank == channel[0]:
-                dist.send(torch.zeros(1, dtype=torch.uint8), channel[1], group=group)
+                group.send(first, 1 - group.rank(), 0).wait()
                 self._senders[channel] = _Sender(channel, group, failure, channel[1])
-            elif rank == channel[1]:
-                dist.recv(torch.zeros(1, dtype=torch.uint8), channel[0], group=group)
-                self._receivers[channel] = _Receiver(channel, group, failure, channel[0])
+            else:
+                group.recv(first, 1 - group.rank(), 0).wait()
+                self._receivers[channel] = _Receiver(channel, group, failure, channel[0], room.get(channel, _AHEAD))
         for helper in (*self._senders.values(), *self._receivers.values()):
             helper.start()
 
@@ -208,7 +225,6 @@ class DistributedTransport:
             for helper in list(helpers):
                 helper.join(timeout=_JOIN_SECONDS)
                 if not helper.is_alive():
-                    destroy(helper.group)
                     del helper.group
                     helpers.remove(helper)
 

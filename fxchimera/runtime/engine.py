@@ -12,22 +12,25 @@ from torch import nn
 from fxchimera.errors import FxChimeraError
 from fxchimera.runtime.crew import Crew
 from fxchimera.runtime.distributed import DistributedTransport
-from fxchimera.runtime.exchange import Exchange, sync_edges
+from fxchimera.runtime.exchange import Exchange
 from fxchimera.runtime.executor import Executor
 from fxchimera.runtime.failure import Cause
 from fxchimera.runtime.gradients import call_back
 from fxchimera.runtime.inspection import Inspection
 from fxchimera.runtime.job import Job, Result
 from fxchimera.runtime.local import LocalTransport
+from fxchimera.runtime.probe import Probe
 from fxchimera.runtime.program import Program
 from fxchimera.runtime.replica import Replica
 from fxchimera.runtime.safety import refuse_unsafe
-from fxchimera.runtime.transport import Transport
+from fxchimera.runtime.stagetimes import Sample
+from fxchimera.runtime.transport import Channel, Transport
 from fxchimera.runtime.world import LocalWorld, World
 from fxchimera.schedule.action import Kind
 from fxchimera.schedule.check import check
 from fxchimera.schedule.families import forward_only
 from fxchimera.schedule.lower import lower
+from fxchimera.schedule.mirrors import sync_edges
 from fxchimera.schedule.order import Order
 from fxchimera.schedule.profile import Costs
 from fxchimera.schedule.timeline import Timeline
@@ -61,6 +64,14 @@ class Orders:
         check(forward, sync=edges)
         return cls(step, bare, forward)
 
+    def room(self) -> dict[Channel, int]:
+        """By channel, the most messages that can be on the way, waiting to be used, or kept for a backward."""
+        room: dict[Channel, int] = {}
+        for proof in (check(self.step), check(self.forward)):
+            for key, early in zip(proof.channels, proof.early, strict=True):
+                room[key] = max(room.get(key, 0), early + proof.peak_activations[key[1]])
+        return room
+
 
 class Engine:
     """The ranks of this process, ready to run jobs.
@@ -76,12 +87,13 @@ class Engine:
         self.placement = orders.step.placement
         self.accept(program)
         local = isinstance(world, LocalWorld)
-        channels = sorted({*check(orders.step).channels, *check(orders.forward).channels})
+        room = orders.room()
+        channels = sorted(room)
         shared: Transport | None = LocalTransport(channels, world.failure) if local else None
         self.executors: list[Executor] = []
         self._transports: list[Transport] = []
         for rank in world.ranks:
-            transport = shared or DistributedTransport(rank, channels, world.failure)
+            transport = shared or DistributedTransport(rank, channels, world.failure, room)
             self._transports.append(transport)
             replicas = {
                 (pipe, stage): Replica(model, program, pipe, stage, shares_memory=local)
@@ -119,7 +131,7 @@ class Engine:
         with without_cache(self._model, always=always):  # as recorded; closed modules read their configuration in every forward
             torch.clear_autocast_cache()  # holds the weights of an earlier step, if the caller's region spans several
             self._prepare(job)
-            results = self._crew.run(job)
+            results = self._crew.call(lambda executor: executor.run(job))
         events = sorted((e for result in results for e in result.events), key=lambda e: (e.start, e.rank, e.end))
         return results, Timeline(f"{job.order.name} (measured)", self.placement, tuple(events))
 
@@ -175,6 +187,14 @@ class Engine:
         for executor in self.executors:
             executor.exchange.retract()
 
+    def probes(self, sample: Sample) -> list[Probe]:
+        """The ranks of this process, ready to time their stages of the first pipe on ``sample``."""
+        found = []
+        for executor, transport in zip(self.executors, self._transports, strict=True):
+            replicas = {stage: replica for (pipe, stage), replica in executor.replicas.items() if pipe == 0}
+            found.append(Probe(executor.rank, self.placement, replicas, transport, sample, self.world.failure))
+        return found
+
     def undo_trial(self) -> None:
         """Put the attributes of clones back as they were before a job that was a trial."""
         for executor in self.executors:
@@ -224,7 +244,7 @@ def _in_turn(order: Order) -> bool:
     return True
 
 
-def _close(crew: Crew, transports: list[Transport], world: World) -> None:
+def _close(crew: Crew[Executor], transports: list[Transport], world: World) -> None:
     world.part()
     crew.close()
     for transport in transports:

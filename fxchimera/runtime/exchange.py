@@ -18,29 +18,13 @@ from fxchimera.runtime.gradients import GradientSum, HeldHooks, add_to_grad, hoo
 from fxchimera.runtime.message import Payload
 from fxchimera.runtime.replica import Replica
 from fxchimera.schedule.placement import Placement
-from fxchimera.schedule.profile import SyncEdge
 from fxchimera_passes.captured import TensorMeta
 from fxchimera_passes.plan import StagePlan
 
-__all__ = ["Exchange", "Statistics", "sync_edges"]
+__all__ = ["Exchange", "Statistics"]
 
 _Moment = tuple[int, int]  # (step, micro-batch)
 Statistics = dict[tuple[int, int], dict[_Moment, dict[str, Delta]]]  # by (pipe, stage), moment, and layer
-
-
-def sync_edges(plan: StagePlan, placement: Placement, sizes: Mapping[str, int]) -> tuple[SyncEdge, ...]:
-    """List who mirrors whose parameters (or buffers), in one fixed order; ``sizes`` are the parameters' bytes."""
-    edges = []
-    for pipe, ranks in enumerate(placement.pipes):
-        for stage, rank in zip(plan.stages, ranks, strict=True):
-            shares: dict[int, int] = {}
-            for name in stage.parameters:
-                owner = placement.pipes[0][plan.owner[name]]
-                shares[owner] = shares.get(owner, 0) + sizes[name]
-            if pipe and stage.buffers:
-                shares.setdefault(placement.pipes[0][stage.index], 0)
-            edges += [SyncEdge(stage.index, rank, owner, size) for owner, size in sorted(shares.items()) if owner != rank]
-    return tuple(edges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +91,7 @@ class Exchange:
         Returns the names of the parameters that got one.
         """
         self._give_hooks_back()
-        totals, self._totals = self._totals, {}
+        totals, self._totals, self._before = self._totals, {}, ({}, {}, {})
         for name, parameter in self.owned.items():
             add_to_grad(parameter, self._earlier.get(name), totals.get(name))
         self._earlier = {}
@@ -172,7 +156,7 @@ class Exchange:
         buffers = self._replicas[0, stage].buffers if link.buffers else {}
         return [*(self.owned[name].detach() for name in link.parameters), *(buffers[name] for name in link.buffers)]
 
-    def refresh(self, stage: int, owner: int, payload: Payload, *, shares_memory: bool) -> None:
+    def refresh(self, stage: int, owner: int, payload: Payload) -> None:
         """Take over the owner's values in this rank's mirror."""
         link = self._link(stage, self._rank, owner)
         replica = self._replicas[link.use]
@@ -181,10 +165,8 @@ class Exchange:
                 assert value is not None
                 if name in replica.buffers and name not in link.parameters:
                     replica.buffers[name].copy_(value)
-                elif not shares_memory:
-                    replica.parameters[name].copy_(value)
-                elif replica.parameters[name].data_ptr() != value.data_ptr():  # the user has put another tensor in its place
-                    replica.parameters[name].data = value
+                elif replica.parameters[name].data_ptr() != value.data_ptr():
+                    replica.parameters[name].data = value  # the owner's own memory, or what the message came in
 
     def alias_local(self) -> None:
         """Refresh the mirrors whose owner is on this very rank."""

@@ -251,7 +251,7 @@ class _Run:
             assert action.peer is not None
             with self._timed(action):
                 payload = self._receive(action)
-            self._exchange.refresh(stage, action.peer, payload, shares_memory=self._transport.shares_memory)
+            self._exchange.refresh(stage, action.peer, payload)
 
     def _metas(self, action: Action) -> tuple[TensorMeta, ...]:
         stage = action.stage

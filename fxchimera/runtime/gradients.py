@@ -4,19 +4,24 @@ A parameter has one owner and a mirror in every other replica that reads it.  Ea
 then the uses of a tied parameter are added by stage, ascending; then the pipelines, down before up.  The plain reference sums in
 the same order, which is what makes bitwise comparison meaningful.
 
+Sums are made in place, as autograd does, so a gradient must have its memory for itself before anything is added to it.  What
+autograd leaves need not: the gradients of ``a`` and ``b`` in ``a.view(-1) + b.view(-1)`` are two tensors on one memory.
+
 A user's hook on a parameter expects the gradient of the batch, as one plain backward gives it.  So hooks rest while the
 micro-batches run and are called once, by the owner, on the sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-__all__ = ["GradientSum", "HeldHooks", "add_to_grad", "call_back", "hooked", "take_gradients"]
+from fxchimera_passes._torch import memory_is_shared
+
+__all__ = ["GradientSum", "HeldHooks", "add_to_grad", "call_back", "hooked", "own_gradients", "take_gradients"]
 
 Use = tuple[int, int]  # (pipe, stage) of the replica that read the parameter
 
@@ -37,15 +42,30 @@ class GradientSum:
         return GradientSum(dict(self.parts))
 
     def total(self) -> torch.Tensor | None:
-        """Sum the contributions in the fixed order; None when no replica had a gradient."""
+        """Sum the contributions in the fixed order; None when no replica had a gradient.
+
+        The sum may be made in the memory of a contribution, so this is the last use of them.
+        """
         total: torch.Tensor | None = None
         for pipe in sorted({pipe for pipe, _ in self.parts}):
             partial: torch.Tensor | None = None
             for use in sorted(use for use in self.parts if use[0] == pipe):
-                partial = self.parts[use] if partial is None else partial + self.parts[use]
+                partial = self.parts[use] if partial is None else _sum(partial, self.parts[use])
             assert partial is not None
-            total = partial if total is None else total + partial
-        return total
+            total = partial if total is None else _sum(total, partial)
+        return None if total is None else _own(total)  # else ``.grad`` would keep all of a message that it came with
+
+
+def _own(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.clone() if memory_is_shared(gradient) else gradient
+
+
+def _sum(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return ``left + right``, in the memory of ``left`` if nothing else looks at that."""
+    strided = left.layout == right.layout == torch.strided
+    if strided and left.dtype == right.dtype and left.shape == right.shape and not memory_is_shared(left):
+        return left.add_(right)
+    return left + right
 
 
 class HeldHooks:
@@ -85,6 +105,13 @@ def take_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Te
         taken[name] = parameter.grad
         parameter.grad = None
     return taken
+
+
+def own_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Give the gradient of each its own memory, where it shares one."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = _own(parameter.grad)
 
 
 def add_to_grad(parameter: nn.Parameter, earlier: torch.Tensor | None, total: torch.Tensor | None) -> None:

@@ -1,23 +1,25 @@
-"""torch's process groups: made from torchrun's environment, and destroyed."""
+"""torch's process groups: made from torchrun's environment, and destroyed; and pairs of ranks with a connection of their own."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from fxchimera.errors import FxChimeraError
 
-__all__ = ["announce", "announced", "begin_announcing", "destroy", "join"]
+__all__ = ["announce", "announced", "begin_announcing", "connect", "destroy", "join", "open_devices"]
 
 _NAME_BYTES = 96
 _PACKET_BYTES = 1024
+_INTERFACES = "GLOO_SOCKET_IFNAME"  # torch's own variable
 
 
 def join(timeout: datetime.timedelta) -> Callable[[], None]:
@@ -97,3 +99,25 @@ def destroy(group: dist.ProcessGroup) -> None:
     """Destroy a group and close its connections, unless the user has destroyed all groups already."""
     with contextlib.suppress(ValueError, AssertionError):
         dist.destroy_process_group(group)
+
+
+def open_devices() -> list[ProcessGroupGloo.Device]:
+    """Return gloo devices for any number of pairs: torch's choice, or those of the interfaces that the user has named.
+
+    A device has a thread that wakes a hundred times a second, and ``new_group`` makes a device for every group: with the forty
+    groups of a few pipelines these threads took more processor time than all else.
+    """
+    names = [name for name in os.environ.get(_INTERFACES, "").split(",") if name]
+    return [ProcessGroupGloo.create_device(interface=name) for name in names] or [ProcessGroupGloo.create_default_device()]
+
+
+def connect(
+    store: Store, name: str, rank: int, pair: Sequence[int], devices: list[ProcessGroupGloo.Device], timeout: datetime.timedelta
+) -> ProcessGroupGloo:
+    """Connect the two ranks of ``pair`` under a ``name`` that only they use; the connection is closed with the last reference.
+
+    torch's public ``new_group`` has no place for a device, so this uses the options of its gloo backend (tried on torch 2.13).
+    """
+    options = ProcessGroupGloo._Options()
+    options._devices, options._threads, options._timeout = devices, 1, timeout
+    return ProcessGroupGloo(PrefixStore(name, store), sorted(pair).index(rank), len(pair), options)

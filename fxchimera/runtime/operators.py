@@ -18,18 +18,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
+from fxchimera.runtime.again import ours
 from fxchimera_passes import _torch
 
-__all__ = ["COMPOSITE", "Operands", "OperatorMode", "deferrable", "opened", "operands", "splittable"]
+__all__ = ["COMPOSITE", "Operands", "OperatorMode", "deferrable", "opened", "operands", "parameters_behind", "splittable"]
 
 _OPERATORS: frozenset[Callable[..., Any]] = frozenset(
     {
-        F.linear, F.embedding, torch.embedding, torch.einsum,
+        F.linear, F.bilinear, F.embedding, torch.embedding, F.embedding_bag, torch.einsum, torch.tensordot,
         torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d,
-        torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm,
+        torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, _torch.grouped_mm,
         Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm, Tensor.bmm, Tensor.addmm, Tensor.baddbmm,
     }
 )  # fmt: skip
+
+_MOST_NODES = 32  # of the graph between a parameter and the weight that is made of it
 
 COMPOSITE: Callable[..., Any] = F.multi_head_attention_forward
 """A Python function that a function mode sees from outside only."""
@@ -80,13 +83,33 @@ class OperatorMode(TorchFunctionMode):
 
 
 class Operands:
-    """The operands of one call: trainable ``parameters``, and the ``inputs`` that gradients flow to."""
+    """The operands of one call: trainable ``parameters``, and the ``inputs`` that gradients flow to.
 
-    __slots__ = ("inputs", "parameters")
+    ``made`` are weights that were computed from parameters alone (normalised, transposed, one expert's of a stack); the parameters
+    behind them are among ``parameters``.
+    """
+
+    __slots__ = ("inputs", "made", "parameters")
 
     def __init__(self) -> None:
         self.parameters: list[nn.Parameter] = []
         self.inputs: list[Tensor] = []
+        self.made: list[Tensor] = []
+
+    @property
+    def weighted(self) -> bool:
+        """Whether there is a weight among the parameters, and not for instance a bias alone."""
+        return any(parameter.dim() > 1 for parameter in self.parameters)
+
+    def look_behind(self, opaque: Callable[[Any], bool]) -> None:
+        """Tell the weights that were made of parameters from the inputs."""
+        for tensor in self.inputs:
+            behind = parameters_behind(tensor, opaque)
+            if behind:
+                self.made.append(tensor)
+                self.parameters += behind
+        if self.made:
+            self.inputs = [tensor for tensor in self.inputs if all(tensor is not one for one in self.made)]
 
     def take(self, value: Any) -> bool:
         """Sort one argument in; False when it is of a kind that rules deferral out."""
@@ -116,6 +139,27 @@ def operands(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operands | Non
     return found
 
 
+def parameters_behind(tensor: Tensor, opaque: Callable[[Any], bool]) -> list[nn.Parameter]:
+    """Return the parameters that a tensor was computed from; none if from anything else too, or by many operations.
+
+    ``opaque`` are nodes of the graph whose results do not count as made of parameters.
+    """
+    found: dict[int, nn.Parameter] = {}
+    waiting, seen = [tensor.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and type(leaf) is nn.Parameter:
+            found[id(leaf)] = leaf
+        elif leaf is not None or len(seen) > _MOST_NODES or opaque(node):
+            return []
+        waiting += [following for following, _ in node.next_functions]
+    return list(found.values())
+
+
 def splittable(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Make a function, of tensors to one tensor, an operator whose weight gradients can be put off.
 
@@ -135,18 +179,28 @@ def splittable(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return operator
 
 
-def deferrable(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operands | None:
+def deferrable(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], opaque: Callable[[Any], bool]
+) -> Operands | None:
     """Return the operands of a call whose weight gradient can be put off, else None.
 
-    Not for the sake of a bias alone, not under a saved-tensor hook (checkpointing would recompute twice) nor in a ``torch.func``
-    transform, not with ``out=``, and not an embedding that makes sparse gradients or renormalises its weights.
+    ``opaque`` tells the nodes of deferrable calls: see :func:`parameters_behind`.  Not for the sake of a bias alone, not under a
+    saved-tensor hook (checkpointing would recompute twice) nor in a ``torch.func`` transform, not with ``out=``, and not an
+    embedding that makes sparse gradients or renormalises its weights.
     """
     if not torch.is_grad_enabled() or (function not in _OPERATORS and not getattr(function, "splittable", False)):
         return None
     found = operands(args, kwargs)
-    if found is None or kwargs.get("out") is not None or all(parameter.dim() < 2 for parameter in found.parameters):
+    if found is None or kwargs.get("out") is not None:
         return None
-    if _torch.saved_tensor_hook() is not None or _torch.in_transform():
+    if not found.weighted:
+        found.look_behind(opaque)
+        if not found.weighted:
+            return None
+    hook = _torch.saved_tensor_hook()
+    if (hook is not None and not ours(hook)) or _torch.in_transform():
+        return None
+    if function is F.embedding_bag and (_argument(args, kwargs, 7, "sparse") or _argument(args, kwargs, 3, "max_norm") is not None):
         return None
     if function is F.embedding and (_argument(args, kwargs, 6, "sparse") or _argument(args, kwargs, 3, "max_norm") is not None):
         return None

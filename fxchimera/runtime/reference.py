@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fxchimera.runtime.context import without_autocast
-from fxchimera.runtime.gradients import GradientSum, HeldHooks, hooked, take_gradients
+from fxchimera.runtime.gradients import GradientSum, HeldHooks, hooked, own_gradients, take_gradients
 from fxchimera.runtime.loss import LossFn, loss_of, total_loss
 from fxchimera.runtime.microbatch import Batch, MicroBatch
 from fxchimera.runtime.program import MOST_RUNS, Program, Programs, known_paths, unsettled
@@ -82,6 +82,7 @@ def run_reference(
                 for microbatch in placement.microbatches(pipe):
                     with uses.installed(programs[microbatch]):
                         losses[microbatch] = _one(model, microbatch, task)
+                    uses.own_gradients()
                 uses.collect(pipe, sums)
     finally:
         for held in hooks:
@@ -217,6 +218,10 @@ class _Uses:
                 handle.remove()
             for slot in [slot for leaf in leaves.values() for slot in leaf.slots] + [slot for slot, _ in resting]:
                 slot.set(self._names[slot.name])
+
+    def own_gradients(self) -> None:
+        """Let nothing else look at the gradients, before the next micro-batch adds to them."""
+        own_gradients([*self._alias.values(), *self._names.values()])
 
     def collect(self, pipe: int, sums: dict[str, GradientSum]) -> None:
         """Move the gradients of all micro-batches of a pipe into ``sums``."""

@@ -16,10 +16,12 @@ import torch
 from torch import fx, nn
 
 from fxchimera.errors import FxChimeraError
+from fxchimera.runtime.again import again_for
 from fxchimera.runtime.batchnorm import Delta, NormLayer, norm_layers, on_scratch_statistics
 from fxchimera.runtime.clone import Follower, clone_modules, set_by_name
 from fxchimera.runtime.context import without_autocast
 from fxchimera.runtime.deferral import Deferral
+from fxchimera.runtime.division import Division
 from fxchimera.runtime.entry import Entry
 from fxchimera.runtime.message import Payload
 from fxchimera.runtime.observation import Observation
@@ -31,6 +33,8 @@ from fxchimera_passes.whole import module_at
 
 __all__ = ["Replica"]
 
+Parts = Deferral | Division
+
 
 @dataclass(slots=True)
 class _InFlight:
@@ -38,7 +42,7 @@ class _InFlight:
 
     entry: Entry
     sent: list[torch.Tensor]
-    deferral: Deferral | None
+    parts: Parts | None
     program: Program
 
 
@@ -73,7 +77,7 @@ class Replica:
         self._bound: weakref.WeakKeyDictionary[Program, fx.GraphModule] = weakref.WeakKeyDictionary()
         self._norms: tuple[NormLayer, ...] = ()
         self._in_flight: dict[int, _InFlight] = {}
-        self._deferrals: dict[int, Deferral] = {}  # of micro-batches whose I is done and whose W is not
+        self._halves: dict[int, Parts] = {}  # of micro-batches whose I is done and whose W is not
         self._allowed: weakref.WeakKeyDictionary[Program, frozenset[int]] = weakref.WeakKeyDictionary()
         self._turns = Turns((), ())
         self._undo: list[Callable[[], None]] = []
@@ -87,7 +91,7 @@ class Replica:
     @property
     def in_flight(self) -> int:
         """Number of micro-batches whose backward, or its weight part, is still to come."""
-        return len(self._in_flight) + len(self._deferrals)
+        return len(self._in_flight) + len(self._halves)
 
     def begin(self, microbatches: Sequence[int]) -> None:
         """Begin a step: ``microbatches`` are those whose backwards this replica will run."""
@@ -155,11 +159,15 @@ class Replica:
             if mode is not None:
                 stack.enter_context(mode)
             outputs = module(*entered, *own_inputs)
+        parts: Parts | None
         if isinstance(mode, Observation):
             self._allowed[program] = mode.allowed(outputs, self.parameters.values())
+            parts = mode.division(outputs, self._allowed[program])
+        else:
+            parts = mode
         if torch.is_grad_enabled():
             sent = [tensor for tensor, value in zip(outputs, stage.sent, strict=False) if value.meta.requires_grad]
-            self._in_flight[microbatch] = _InFlight(entry, sent, mode if isinstance(mode, Deferral) else None, program)
+            self._in_flight[microbatch] = _InFlight(entry, sent, parts, program)
         return list(outputs)
 
     def backward(self, microbatch: int, gradients: Payload, loss: torch.Tensor | None, seed: float) -> Payload:
@@ -176,27 +184,27 @@ class Replica:
         if loss is not None and loss.requires_grad:
             ends.append((loss, torch.full_like(loss, seed)))
         roots, seeds = [root for root, _ in ends], [gradient for _, gradient in ends]
-        if state.deferral is None:
+        if state.parts is None:
             with self._turns.adding(microbatch), without_autocast():
                 if roots:
                     torch.autograd.backward(roots, seeds)
         else:
-            self._input_part(microbatch, state.deferral, roots, seeds)
+            self._input_part(microbatch, state.parts, roots, seeds)
             if mixed := self._turns.early(microbatch):  # a use that the first micro-batch did not show
                 self._allowed[state.program] -= mixed
         return state.entry.differentiable_gradients
 
     def weight_part(self, microbatch: int) -> None:
         """Run what the backward of a micro-batch, whose forward knew that it would be split, has left to do."""
-        deferral = self._deferrals.pop(microbatch, None)
-        if deferral is not None:
+        parts = self._halves.pop(microbatch, None)
+        if parts is not None:
             with self._turns.adding(microbatch), without_autocast():
-                deferral.weight_part()
+                parts.weight_part()
 
     def forget(self) -> None:
         """Drop everything in flight, after a failure."""
         self._in_flight.clear()
-        self._deferrals.clear()
+        self._halves.clear()
         self.deltas.clear()
 
     def remember(self) -> None:
@@ -208,14 +216,14 @@ class Replica:
         for undo in self._undo:
             undo()
 
-    def _input_part(self, microbatch: int, deferral: Deferral, roots: list[torch.Tensor], seeds: list[torch.Tensor]) -> None:
-        with self._turns.adding(microbatch, deferral.parameters) as later, without_autocast():
+    def _input_part(self, microbatch: int, parts: Parts, roots: list[torch.Tensor], seeds: list[torch.Tensor]) -> None:
+        with self._turns.adding(microbatch, parts.parameters) as later, without_autocast():
             if roots:
-                deferral.input_part(roots, seeds)
-            awaited = {id(parameter) for parameter in deferral.parameters} if roots else set()
+                parts.input_part(roots, seeds)
+            awaited = {id(parameter) for parameter in parts.parameters} if roots else set()
             for key in later.keys() - awaited:
                 del later[key]
-        self._deferrals[microbatch] = deferral
+        self._halves[microbatch] = parts
 
     def _mode(self, program: Program) -> Deferral | Observation | None:
         """What the forward of a micro-batch with a split backward runs under; None where nothing can be put off."""
@@ -236,7 +244,7 @@ class Replica:
                 root = self._clones
             self._names |= set(graph.modules)
             self._norms = norm_layers({name: module_at(root, name) for name in self._names})
-            bound = self._bound[program] = graph.bind(root)
+            bound = self._bound[program] = graph.bind(root, again=again_for(graph.stage.recompute))
         return bound
 
     def _exchange_buffer(self, name: str, tensor: torch.Tensor) -> None:

@@ -21,11 +21,11 @@ _CAUSE = "cause"
 
 
 class SharedFailure(Failure):
-    """A failure that is published through a store, and looked for there by a watcher thread."""
+    """A failure that is published through a ``store``, and looked for there by a watcher thread."""
 
     def __init__(self, limits: Limits, store: Store) -> None:
         super().__init__(limits)
-        self._store = store
+        self.store = store
         self._stopped = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="fxchimera-failures", daemon=True)
         self._watcher.start()
@@ -34,7 +34,7 @@ class SharedFailure(Failure):
         """Publish the cause, unless another rank was first."""
         first = cause
         with contextlib.suppress(Exception):  # without the store the local cause must do
-            rank, _, text = self._store.compare_set(_CAUSE, "", f"{cause.rank}\n{cause.text}").decode().partition("\n")
+            rank, _, text = self.store.compare_set(_CAUSE, "", f"{cause.rank}\n{cause.text}").decode().partition("\n")
             first = Cause(int(rank), text)
         return super().report(first)
 
@@ -46,9 +46,9 @@ class SharedFailure(Failure):
     def _watch(self) -> None:
         while not self._stopped.wait(_POLL_SECONDS):
             try:
-                if not self._store.check([_CAUSE]):
+                if not self.store.check([_CAUSE]):
                     continue
-                rank, _, text = self._store.get(_CAUSE).decode().partition("\n")
+                rank, _, text = self.store.get(_CAUSE).decode().partition("\n")
                 super().report(Cause(int(rank), text))
             except Exception as error:
                 if not self._stopped.is_set():

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
+from fxchimera.runtime.gradients import own_gradients
+
 __all__ = ["Turns"]
 
 
@@ -28,6 +30,7 @@ class Turns:
         self._all = {id(parameter): parameter for parameter in parameters}
         self._open: dict[int, dict[int, nn.Parameter]] = dict.fromkeys(microbatches, self._all)  # to whom each may still add
         self._waiting: dict[int, dict[int, torch.Tensor]] = {}  # by parameter and micro-batch
+        self._without = dict(self._all)  # the parameters that have had no gradient yet
 
     @contextlib.contextmanager
     def adding(self, microbatch: int, later: Sequence[nn.Parameter] = ()) -> Iterator[dict[int, nn.Parameter]]:
@@ -52,6 +55,10 @@ class Turns:
                 parameter.grad = before[key]
         self._open[microbatch] = promised
         self._settle()
+        if self._without:
+            first = {key: parameter for key, parameter in self._without.items() if parameter.grad is not None}
+            own_gradients(first.values())
+            self._without = {key: parameter for key, parameter in self._without.items() if key not in first}
 
     def early(self, microbatch: int) -> frozenset[int]:
         """Return the ids of the parameters that got a part of their gradient before its second part, which was to be all of it."""

@@ -44,7 +44,8 @@ def auto(
     Args:
         num_ranks: Ranks D.
         n_microbatches: Micro-batches N of a step.
-        costs: Seconds of D stages; shapes with two chunks a rank take every stage as two equal ones.
+        costs: Seconds of D stages; shapes with two chunks a rank take every stage as two equal ones.  Or of 2D stages, which only
+            those shapes can run.
         limits: Memory, copies of the weights, chunks, and whether backwards may be split; :class:`Limits`' defaults when None.
         search: ``"default"`` (about a second) or ``"thorough"`` (about half a minute).
         seconds: The budget in seconds of one core, instead of the level's.
@@ -56,8 +57,10 @@ def auto(
     """
     if search not in ("default", "thorough"):
         raise ScheduleError(f'search must be "default" or "thorough", got {search!r}')
-    if len(costs.forward) != num_ranks:
-        raise ScheduleError(f"the costs cover {len(costs.forward)} stages, and there are {num_ranks} ranks; give one entry a rank")
+    if len(costs.forward) not in (num_ranks, 2 * num_ranks):
+        raise ScheduleError(
+            f"the costs cover {len(costs.forward)} stages, and there are {num_ranks} ranks; give one entry a rank, or two"
+        )
     given = seconds if seconds is not None else _DEFAULT_SECONDS if search == "default" else _THOROUGH_SECONDS
     run = Search(
         num_ranks, n_microbatches, costs, limits or Limits(), int(given * _PER_SECOND), seed, thorough=search == "thorough"

@@ -23,7 +23,7 @@ from fxchimera.schedule.profile import Costs
 
 __all__ = ["cache_folder", "key_of", "load", "store"]
 
-_VERSION = 2  # of the search: another number makes all stored orders misses
+_VERSION = 3  # of the search: another number makes all stored orders misses
 _LARGEST = 64 * 1024 * 1024
 
 

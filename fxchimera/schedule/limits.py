@@ -19,7 +19,8 @@ class Limits:
     Args:
         peak: Most activations a rank holds, in micro-batches of 1/D of the model; None for no cap.
         capacity: By rank, the most bytes of activations, instead of ``peak``.
-        activation_bytes: By stage (of D), the bytes that a micro-batch's activations take; needed with ``capacity``.
+        activation_bytes: By stage, of D or of 2D as in the costs, the bytes that a micro-batch's activations take; needed with
+            ``capacity``.
         copies: Copies of the weights.
         chunks: Stages of a pipe on a rank; 1 cuts the model into D stages, 2 allows V shapes, which cut it into 2D.
         split: Whether backwards may be split in input and weight gradients.

@@ -71,18 +71,26 @@ def anneal(problem: Problem, plan: Plan, how: Annealing) -> tuple[Plan, float]:
     return Plan(best, [3 * cell + 2 not in present for cell in range(cells)]), least
 
 
-def fused_where_free(problem: Problem, plan: Plan, budget: int) -> tuple[Plan, float]:
+def fused_where_free(problem: Problem, plan: Plan, budget: int, *, anywhere: bool = False) -> tuple[Plan, float]:
     """The plan with a split backward made whole wherever its W follows at once and the makespan stays, and that makespan.
 
     Fewer, larger operations: what the model does not charge (launches, a second walk over the graph) is saved.
+
+    Args:
+        problem: The problem.
+        plan: A plan within its caps.
+        budget: Operations to look at.
+        anywhere: Also where the W comes later.
     """
     shop = make_shop(problem, plan)
     makespan = retime(shop, NEVER, -1.0, -1, 0)
     accept(shop)
     for cell in range(len(shop.half)):
-        if shop.pos[3 * cell + 2] == shop.pos[3 * cell + 1] + 1 and shop.work < budget:
-            toggle(shop, cell, makespan + 1e-12)
-    return Plan(shop.seq, [place < 0 for place in shop.pos[2::3]]), max(shop.end[row[-1]] for row in shop.seq)
+        weight = shop.pos[3 * cell + 2]
+        if weight >= 0 and (anywhere or weight == shop.pos[3 * cell + 1] + 1) and shop.work < budget:
+            makespan = min(makespan, toggle(shop, cell, makespan + 1e-12))
+            shop.work += len(shop.seq[shop.rank[3 * cell]]) // 8
+    return Plan(shop.seq, [place < 0 for place in shop.pos[2::3]]), makespan
 
 
 def shift(shop: Shop, op: int, steps: int, later: bool, limit: float, in_turn: bool) -> float:

@@ -72,20 +72,21 @@ def shapes(num_ranks: int, n_microbatches: int) -> tuple[Shape, ...]:
     return tuple(found)
 
 
-def published(shape: Shape, num_ranks: int, n_microbatches: int, costs: Costs) -> Iterator[Order]:
-    """The published orders of a shape that exist for these numbers; ZBV is made for the mean costs.
+def published(shape: Shape, num_ranks: int, n_microbatches: int, costs: Costs, *, tuned: bool = True) -> Iterator[Order]:
+    """The published orders of a shape that exist for these numbers.
 
     Args:
         shape: The shape.
         num_ranks: Ranks D.
         n_microbatches: Micro-batches N.
         costs: One entry for every stage of the shape's placement.
+        tuned: Whether ZBV is also made for the mean costs.
     """
     for name in shape.families:
         try:
             yield make_order(name, num_ranks, n_microbatches)
         except ScheduleError:
             continue
-        if name == "zbv":
+        if name == "zbv" and tuned:
             mean = [sum(seconds) / len(seconds) for seconds in (costs.forward, costs.input_grad, costs.weight_grad)]
             yield zbv(num_ranks, n_microbatches, mean, costs.latency)

@@ -14,6 +14,7 @@ Peak activations D/2+1; bubble 8.5F at D = 8 and F = I = W.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from fxchimera.schedule.action import Action, Kind
@@ -40,7 +41,7 @@ def v_half(num_ranks: int, n_microbatches: int) -> Order:
     block.at = {where: slot for where, slot in block.at.items() if where[1] != _WEIGHT}
     block.squeeze(warm_up=False)
     block.deal()
-    return Order("v-half", placement, tuple(block.actions(rank) for rank in range(num_ranks)))
+    return Order("v-half", placement, tuple(block.actions()))
 
 
 class _Block:
@@ -58,18 +59,21 @@ class _Block:
 
     def deal(self) -> None:
         """Puts the weight gradients into free slots, each as early as it can."""
-        for rank in range(self.num_ranks):
-            for number, slot in enumerate(_free(self.slots(rank), 2 * self.number)):
+        for rank, slots in enumerate(self.slots()):
+            for number, slot in enumerate(_free(slots, 2 * self.number)):
                 self.at[rank, _WEIGHT, number] = slot
 
-    def slots(self, rank: int) -> dict[int, int]:
-        """What a rank does at each slot, by type."""
-        return {self.at[where]: where[1] for where in self.at if where[0] == rank}
+    def slots(self) -> list[dict[int, int]]:
+        """By rank, what it does at each slot, by type."""
+        found: list[dict[int, int]] = [{} for _ in range(self.num_ranks)]
+        for (rank, kind, _), slot in self.at.items():
+            found[rank][slot] = kind
+        return found
 
     def squeeze(self, *, warm_up: bool) -> None:
         """Moves the passes of the cool-down, and of the warm-up if asked, to earlier slots."""
-        taken = [self.slots(rank) for rank in range(self.num_ranks)]
-        cap = max(_peak(slots) for slots in taken)
+        rows = [_Row(slots) for slots in self.slots()]
+        cap = max(row.peak for row in rows)
         phase = 0
         for slot, where in sorted((slot, where) for where, slot in self.at.items()):
             rank, kind, number = where
@@ -78,19 +82,7 @@ class _Block:
             elif phase == 1 and kind == 0 and number == self.number - 1:
                 phase = 2
             if phase == 2 or (phase == 0 and warm_up):
-                self.move(where, slot, taken[rank], cap)
-
-    def move(self, where: _Pass, slot: int, taken: dict[int, int], cap: int) -> None:
-        """Moves one pass to the earliest free slot after its data at which the rank's memory holds."""
-        for earlier in range(self.earliest(where), slot):
-            if earlier not in taken:
-                del taken[slot]
-                taken[earlier] = where[1]
-                if _peak(taken) <= cap:
-                    self.at[where] = earlier
-                    return
-                del taken[earlier]
-                taken[slot] = where[1]
+                self.at[where] = rows[rank].moved(slot, self.earliest(where), cap)
 
     def earliest(self, where: _Pass, backwards: Sequence[int] = ()) -> int:
         """The first slot after everything that a pass needs; ``backwards`` are the first ones of its rank, if known."""
@@ -116,19 +108,20 @@ class _Block:
             if where[1] in (2, 3):
                 backwards[rank].append(last[rank])
 
-    def actions(self, rank: int) -> tuple[Action, ...]:
-        """A rank's actions by slot."""
-        last, found, open_ = 2 * self.num_ranks - 1, list[Action](), list[Action]()
-        stage = (rank, last - rank, last - rank, rank)
-        for _, (_, kind, number) in sorted((slot, where) for where, slot in self.at.items() if where[0] == rank):
+    def actions(self) -> list[tuple[Action, ...]]:
+        """By rank, its actions by slot."""
+        last, found = 2 * self.num_ranks - 1, [list[Action]() for _ in range(self.num_ranks)]
+        opened = [deque[Action]() for _ in range(self.num_ranks)]
+        for _, (rank, kind, number) in sorted((slot, where) for where, slot in self.at.items()):
             if kind == _WEIGHT:
-                first = open_.pop(0)
-                found.append(Action(first.stage, Kind.W, first.microbatch))
-            else:
-                found.append(Action(stage[kind], Kind.F if kind < 2 else Kind.I, number))
-                if kind >= 2:
-                    open_.append(found[-1])
-        return tuple(found)
+                first = opened[rank].popleft()
+                found[rank].append(Action(first.stage, Kind.W, first.microbatch))
+                continue
+            stage = rank if kind in (0, 3) else last - rank
+            found[rank].append(Action(stage, Kind.F if kind < 2 else Kind.I, number))
+            if kind >= 2:
+                opened[rank].append(found[rank][-1])
+        return [tuple(actions) for actions in found]
 
 
 def _free(slots: dict[int, int], count: int) -> list[int]:
@@ -146,18 +139,53 @@ def _free(slots: dict[int, int], count: int) -> list[int]:
     return found
 
 
-def _peak(slots: dict[int, int]) -> int:
-    """The most chunks held by a rank; weight gradients that have no slot yet take every free one."""
-    dealt = _WEIGHT in slots.values()
-    held = most = pending = 0
-    for slot in range(1 + max(slots)):
-        kind = slots.get(slot, -1)
+class _Row:
+    """What a rank does at each slot, and what it holds before it; weight gradients that have no slot yet take every free one.
+
+    Args:
+        slots: The types by slot.
+    """
+
+    def __init__(self, slots: dict[int, int]) -> None:
+        self.kinds = [slots.get(slot, -1) for slot in range(1 + max(slots))]
+        self.dealt = _WEIGHT in slots.values()
+        self.before: list[tuple[int, int]] = []  # chunks held, and backwards without their weight gradient
+        state = (0, 0)
+        for kind in self.kinds:
+            self.before.append(state)
+            state = self.after(state, kind)
+        self.peak = max(held for held, _ in [*self.before, state])
+
+    def after(self, state: tuple[int, int], kind: int) -> tuple[int, int]:
+        """What is held after a slot."""
+        held, pending = state
         if kind in (0, 1):
-            held += 1
-            most = max(most, held)
-        elif kind in (2, 3):
-            pending += 1
-        elif kind == _WEIGHT or (kind < 0 and pending and not dealt):
-            held -= 1
-            pending -= 1
-    return most
+            return held + 1, pending
+        if kind in (2, 3):
+            return held, pending + 1
+        if kind == _WEIGHT or (kind < 0 and pending and not self.dealt):
+            return held - 1, pending - 1
+        return state
+
+    def moved(self, slot: int, earliest: int, cap: int) -> int:
+        """Moves a pass to the earliest free slot at which the memory holds; returns it, or the pass's own if there is none."""
+        for earlier in range(earliest, slot):
+            if self.kinds[earlier] < 0 and self.allows(slot, earlier, cap):
+                return earlier
+        return slot
+
+    def allows(self, slot: int, earlier: int, cap: int) -> bool:
+        """Moves a pass if no more than the cap is held then; looks no further than to where all is as before."""
+        kinds, before = self.kinds, self.before
+        kinds[earlier], kinds[slot] = kinds[slot], -1
+        state, changed = before[earlier], list[tuple[int, int]]()
+        for place in range(earlier, len(kinds)):
+            if place > slot and state == before[place]:
+                break
+            changed.append(state)
+            state = self.after(state, kinds[place])
+            if state[0] > cap:
+                kinds[earlier], kinds[slot] = -1, kinds[earlier]
+                return False
+        before[earlier : earlier + len(changed)] = changed
+        return True

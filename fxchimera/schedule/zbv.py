@@ -44,6 +44,8 @@ def zbv(num_ranks: int, n_microbatches: int, seconds: Sequence[float] = (1.0, 1.
     placement = v_shape(num_ranks, n_microbatches)
     best: _Greedy | None = None
     for fill_backward, fill_forward in itertools.product((True, False), repeat=2):
+        if best is not None and max(best.idle) <= 0.0:
+            break
         allowed: list[float] | None = None
         while True:
             run = _Greedy(num_ranks, n_microbatches, seconds, latency, allowed, (fill_forward, fill_backward))

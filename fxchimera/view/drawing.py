@@ -16,15 +16,24 @@ class Drawing:
 
     Args:
         timelines: From top to bottom, at least one.
+        paired: They are two, a prediction and what was measured, and are drawn over each other.
+
+    Raises:
+        ValueError: There is no timeline, or a pair is not two.
     """
 
     timelines: tuple[Timeline, ...]
+    paired: bool = False
 
     def __post_init__(self) -> None:
         if not self.timelines:
             raise ValueError("a Drawing needs a timeline")
+        if self.paired and len(self.timelines) != 2:
+            raise ValueError(f"a pair is two timelines, got {len(self.timelines)}")
 
     def __str__(self) -> str:
+        if self.paired:
+            return text.pair(*self.timelines)
         return "\n".join(text.gantt(timeline) for timeline in self.timelines)
 
     def __repr__(self) -> str:
@@ -35,13 +44,16 @@ class Drawing:
 
     def to_svg(self, *, width: int = 960) -> str:
         """A standalone SVG, ``width`` pixels wide."""
-        return svg.gantt(*self.timelines, width=width)
+        draw = svg.pair if self.paired else svg.gantt
+        return draw(*self.timelines, width=width)
 
     def to_chrome(self) -> str:
-        """Chrome's trace JSON; a name that comes again gets a number."""
+        """Chrome's trace JSON, a process for each timeline; a name that comes again gets a number."""
         named: dict[str, Timeline] = {}
         for timeline in self.timelines:
             name, number = timeline.name, 2
+            if self.paired and not named:
+                name = f"{name} (predicted)"
             while name in named:
                 name, number = f"{timeline.name} {number}", number + 1
             named[name] = timeline

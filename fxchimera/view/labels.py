@@ -6,7 +6,7 @@ from fxchimera.schedule.action import Action
 from fxchimera.schedule.placement import Placement
 from fxchimera.schedule.timeline import Timeline
 
-__all__ = ["goes_up", "label", "seconds", "summary"]
+__all__ = ["goes_up", "label", "ratio_text", "seconds", "summary"]
 
 
 def goes_up(action: Action, placement: Placement) -> bool:
@@ -31,3 +31,16 @@ def seconds(value: float) -> str:
 def summary(timeline: Timeline) -> str:
     """Name, makespan and bubble in one line."""
     return f"{timeline.name}: makespan {seconds(timeline.makespan)}, bubble {timeline.bubble:.1%} (with a barrier)"
+
+
+def ratio_text(predicted: Timeline, measured: Timeline) -> str:
+    """How a prediction compares with what was measured, in one line.
+
+    Raises:
+        ValueError: They have another number of ranks.
+    """
+    here, there = predicted.placement.num_ranks, measured.placement.num_ranks
+    if here != there:
+        raise ValueError(f"a prediction for {here} ranks cannot be laid over a measurement of {there}")
+    ratio = f"{predicted.makespan / measured.makespan:.3f}" if measured.makespan else "-"
+    return f"predicted / measured makespan: {ratio}"

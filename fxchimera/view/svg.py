@@ -1,4 +1,4 @@
-"""Timelines as one standalone SVG: one lane a rank, several timelines under each other over one time axis.
+"""Timelines as one standalone SVG: one lane a rank, timelines under each other or two in one lane, over one time axis.
 
 Readable in light and dark, and without colour: every computation carries its name where it fits, and the forward's outline
 differs from the backward's.  Messages are thin bars under their rank's lane.  Pointing at a bar shows the action and its time.
@@ -6,15 +6,16 @@ differs from the backward's.  Messages are thin bars under their rank's lane.  P
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from fxchimera.schedule.timeline import Event, Timeline
-from fxchimera.view.labels import goes_up, label, seconds, summary
+from fxchimera.view.labels import goes_up, label, ratio_text, seconds, summary
 
-__all__ = ["gantt"]
+__all__ = ["gantt", "pair"]
 
-_MARGIN, _LANE, _GAP, _TITLE, _FOOT = 64, 22, 8, 26, 46  # pixels
+_MARGIN, _LANE, _HALF, _GAP, _TITLE, _FOOT = 64, 22, 15, 8, 26, 46  # pixels
 _KINDS = (
     ("fxc-fd", "forward, down"),
     ("fxc-bd", "backward, down"),
@@ -27,13 +28,14 @@ _STYLE = """
 .fxc-in{font-size:10px;fill:#0b0d10;pointer-events:none} .fxc .fxc-idle{fill:#eef0f3}.fxc
 .fxc-tick{stroke:#9aa3ad;stroke-width:1}.fxc .fxc-fd{fill:#7fb4f0;stroke:#2a5f9e} .fxc
 .fxc-bd{fill:#b9d6f7;stroke:#2a5f9e;stroke-dasharray:3 1.5}.fxc .fxc-fu{fill:#f3b061;stroke:#9a5a0a} .fxc
-.fxc-bu{fill:#f9dcb5;stroke:#9a5a0a;stroke-dasharray:3 1.5}.fxc .fxc-msg{fill:#7d8590}
+.fxc-bu{fill:#f9dcb5;stroke:#9a5a0a;stroke-dasharray:3 1.5}.fxc .fxc-msg{fill:#7d8590}.fxc
+.fxc-pale{opacity:.45}
 @media(prefers-color-scheme:dark){.fxc{background:#15181c}.fxc text{fill:#e6e9ed}.fxc .fxc-idle{fill:#262b31}}
 """
 
 
 def gantt(*timelines: Timeline, width: int = 960) -> str:
-    """Draws timelines over one time axis, for instance a predicted one over a measured one.
+    """Draws timelines under each other over one time axis.
 
     Args:
         timelines: What to draw, from top to bottom; at least one.
@@ -44,51 +46,100 @@ def gantt(*timelines: Timeline, width: int = 960) -> str:
     """
     if not timelines:
         raise ValueError("gantt needs a timeline to draw")
-    longest = max(timeline.makespan for timeline in timelines)
-    scale = (width - _MARGIN - 16) / longest if longest else 0.0
+    scale = _scale(timelines, width)
     body: list[str] = []
     top = 0
     for timeline in timelines:
-        body += _lanes(timeline, top, scale, width)
-        top += _TITLE + timeline.placement.num_ranks * (_LANE + _GAP)
-    body += _axis(top, scale, longest, width)
+        body.append(f'<text x="4" y="{top + 17}">{escape(summary(timeline))}</text>')
+        top += _TITLE
+        body += _lanes(timeline.placement.num_ranks, top, _LANE, width)
+        rows = _Rows(top, _LANE + _GAP, _LANE, messages=_LANE + 1)
+        body += [_bar(event, timeline, rows, scale) for event in timeline.events]
+        top += timeline.placement.num_ranks * rows.pitch
+    return _picture("; ".join(map(summary, timelines)), body, top, timelines, width)
+
+
+def pair(predicted: Timeline, measured: Timeline, *, width: int = 960) -> str:
+    """Draws two runs of one order over each other: in every rank's lane the prediction above, pale, and what was measured below.
+
+    Args:
+        predicted: The one.
+        measured: The other.
+        width: Pixels.
+
+    Raises:
+        ValueError: They have another number of ranks.
+    """
+    ratio, ranks = ratio_text(predicted, measured), predicted.placement.num_ranks
+    scale = _scale((predicted, measured), width)
+    titles = f"predicted: {summary(predicted)}", f"measured: {summary(measured)}; {ratio}"
+    body = [f'<text x="4" y="{17 + 18 * line}">{escape(title)}</text>' for line, title in enumerate(titles)]
+    top, pitch = _TITLE + 24, 2 * _HALF + 2 * _GAP
+    body += _lanes(ranks, top, 2 * _HALF, width)
+    for timeline, rows in (
+        (predicted, _Rows(top, pitch, _HALF, messages=-5, style=" fxc-pale", word="predicted ")),
+        (measured, _Rows(top + _HALF, pitch, _HALF, messages=_HALF + 1, word="measured ")),
+    ):
+        body += [_bar(event, timeline, rows, scale) for event in timeline.events]
+    return _picture("; ".join(titles), body, top + ranks * pitch, (predicted, measured), width)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Where one timeline's bars are: the first rank's at ``top``, the next ``pitch`` below; messages lie ``messages`` off them."""
+
+    top: int
+    pitch: int
+    height: int
+    messages: int
+    style: str = ""
+    word: str = ""
+
+
+def _scale(timelines: Sequence[Timeline], width: int) -> float:
+    """Pixels a second."""
+    longest = max(timeline.makespan for timeline in timelines)
+    return (width - _MARGIN - 16) / longest if longest else 0.0
+
+
+def _picture(title: str, body: list[str], top: int, timelines: Sequence[Timeline], width: int) -> str:
+    """The whole SVG: what is drawn, and axis and key below ``top``."""
+    longest = max(timeline.makespan for timeline in timelines)
+    body += _axis(top, _scale(timelines, width), longest, width)
     body += _key(top + 24, two_way=any(len(timeline.placement.pipes) > 1 for timeline in timelines))
     height = top + _FOOT
-    name = escape("; ".join(map(summary, timelines)))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="fxc" role="img" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}"><title>{name}</title><style>{escape(_STYLE)}</style>\n' + "\n".join(body) + "\n</svg>\n"
+        f'viewBox="0 0 {width} {height}"><title>{escape(title)}</title><style>{escape(_STYLE)}</style>\n'
+        + "\n".join(body)
+        + "\n</svg>\n"
     )
 
 
-def _lanes(timeline: Timeline, top: int, scale: float, width: int) -> Iterator[str]:
-    yield f'<text x="4" y="{top + 17}">{escape(summary(timeline))}</text>'
-    for rank in range(timeline.placement.num_ranks):
-        y = _lane(top, rank)
-        yield f'<text x="4" y="{y + 15}">rank {rank}</text>'
-        yield f'<rect class="fxc-idle" x="{_MARGIN}" y="{y}" width="{width - _MARGIN - 16}" height="{_LANE}"/>'
-    for event in timeline.events:
-        yield _bar(event, timeline, _lane(top, event.rank), scale)
+def _lanes(ranks: int, top: int, height: int, width: int) -> Iterator[str]:
+    pitch = height + (_GAP if height == _LANE else 2 * _GAP)
+    for rank in range(ranks):
+        y = top + rank * pitch
+        yield f'<text x="4" y="{y + height // 2 + 4}">rank {rank}</text>'
+        yield f'<rect class="fxc-idle" x="{_MARGIN}" y="{y}" width="{width - _MARGIN - 16}" height="{height}"/>'
 
 
-def _lane(top: int, rank: int) -> int:
-    return top + _TITLE + rank * (_LANE + _GAP)
-
-
-def _bar(event: Event, timeline: Timeline, lane: int, scale: float) -> str:
+def _bar(event: Event, timeline: Timeline, rows: _Rows, scale: float) -> str:
     """One action; its tooltip has torch's text and its seconds."""
-    action = event.action
+    action, y = event.action, rows.top + event.rank * rows.pitch
     x, long = _MARGIN + (event.start - timeline.start) * scale, (event.end - event.start) * scale
-    begin = event.start - timeline.start
-    tip = f"<title>{escape(str(action))}, rank {event.rank}: {seconds(begin)} + {seconds(event.end - event.start)}</title>"
+    times = f"{seconds(event.start - timeline.start)} + {seconds(event.end - event.start)}"
+    tip = f"<title>{rows.word}{escape(str(action))}, rank {event.rank}: {times}</title>"
     if not action.kind.is_compute:
-        return f'<rect class="fxc-msg" x="{x:.2f}" y="{lane + _LANE + 1}" width="{max(long, 1):.2f}" height="4">{tip}</rect>'
+        place = f'x="{x:.2f}" y="{y + rows.messages}" width="{max(long, 1):.2f}" height="4"'
+        return f'<rect class="fxc-msg{rows.style}" {place}>{tip}</rect>'
     style = f"fxc-{'b' if action.kind.is_backward else 'f'}{'u' if goes_up(action, timeline.placement) else 'd'}"
-    bar = f'<rect class="{style}" x="{x:.2f}" y="{lane}" width="{max(long, 0.5):.2f}" height="{_LANE}">{tip}</rect>'
+    place = f'x="{x:.2f}" y="{y}" width="{max(long, 0.5):.2f}" height="{rows.height}"'
+    bar = f'<rect class="{style}{rows.style}" {place}>{tip}</rect>'
     name = label(action, timeline.placement)
     if long < 7 * len(name):
         return bar
-    return bar + f'<text class="fxc-in" x="{x + long / 2:.2f}" y="{lane + 15}" text-anchor="middle">{name}</text>'
+    return bar + f'<text class="fxc-in" x="{x + long / 2:.2f}" y="{y + rows.height // 2 + 4}" text-anchor="middle">{name}</text>'
 
 
 def _axis(top: int, scale: float, longest: float, width: int) -> Iterator[str]:

@@ -7,19 +7,24 @@ A cell shows kind and micro-batch and is filled with ``-`` (forward) or ``=`` (b
 When there is no room for that, a cell is one letter for its micro-batch, small in the forward and capital in the backward: a, b,
 c, ... count the micro-batches that go down, n, o, p, ... those that go up.  Durations that are multiples of one unit get exact
 cells.
+
+Two runs of one order, predicted and measured, have two rows a rank on one scale:
+
+    rank 0  predicted  F0-F1-...B0====B1====......
+            measured   F0--F1--....B0====B1======.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fxchimera.schedule.action import Kind
 from fxchimera.schedule.placement import Placement
 from fxchimera.schedule.timeline import Event, Timeline
-from fxchimera.view.labels import label, summary
+from fxchimera.view.labels import label, ratio_text, summary
 
-__all__ = ["gantt"]
+__all__ = ["gantt", "pair"]
 
 
 def gantt(timeline: Timeline, *, width: int = 100) -> str:
@@ -33,17 +38,50 @@ def gantt(timeline: Timeline, *, width: int = 100) -> str:
     heads = [f"rank {rank}" for rank in range(place.num_ranks)]
     margin = max(map(len, heads)) + 2
     scale, cells = _scale(timeline, max(width - margin, 1))
-    # Rounding may take a part of a character from a cell: count whole ones, so that no label is ever cut.
-    shortest = min((math.floor((event.end - event.start) * scale + 1e-6) for event in timeline.compute), default=0)
-    wide = shortest >= _longest_label(timeline)
-    letters = _letters(place)
-    rows = [["."] * cells for _ in heads]
+    wide = _has_room((timeline,), scale)
+    lines = [f"{head:<{margin}}{_row(timeline, rank, scale, cells, wide)}" for rank, head in enumerate(heads)]
+    return "\n".join([summary(timeline), *lines, _legend(place, wide)]) + "\n"
+
+
+def pair(predicted: Timeline, measured: Timeline, *, width: int = 100) -> str:
+    """Draws two runs of one order over each other on one time scale, two rows a rank.
+
+    Raises:
+        ValueError: They have another number of ranks.
+    """
+    both = {"predicted": predicted, "measured": measured}
+    ratio = ratio_text(predicted, measured)
+    place = predicted.placement
+    label_width = max(map(len, both)) + 2
+    margin = len(f"rank {place.num_ranks - 1}") + 2
+    cells = max(width - margin - label_width, 1)
+    longest = max(timeline.makespan for timeline in both.values())
+    scale, cells = (cells / longest, cells) if longest else (0.0, 0)
+    wide = _has_room(tuple(both.values()), scale)
+    lines = [f"{name:<{label_width}}{summary(timeline)}" for name, timeline in both.items()]
+    for rank in range(place.num_ranks):
+        for head, (name, timeline) in zip((f"rank {rank}", ""), both.items(), strict=True):
+            lines.append(f"{head:<{margin}}{name:<{label_width}}{_row(timeline, rank, scale, cells, wide)}")
+    return "\n".join([*lines, ratio, _legend(place, wide)]) + "\n"
+
+
+def _has_room(timelines: Sequence[Timeline], scale: float) -> bool:
+    """Whether every cell can carry its label; rounding may take a part of a character, so whole ones are counted."""
+    every = [event for timeline in timelines for event in timeline.compute]
+    shortest = min((math.floor((event.end - event.start) * scale + 1e-6) for event in every), default=0)
+    return shortest >= max(map(_longest_label, timelines))
+
+
+def _row(timeline: Timeline, rank: int, scale: float, cells: int, wide: bool) -> str:
+    row, letters = ["."] * cells, _letters(timeline.placement)
     for event in timeline.compute:
-        begin, end = (_edge(time - timeline.start, scale) for time in (event.start, event.end))
-        for column, character in zip(range(begin, min(end, cells)), _cell(event, place, letters, wide), strict=False):
-            rows[event.rank][column] = character
-    lines = [summary(timeline), *(f"{head:<{margin}}{''.join(row)}" for head, row in zip(heads, rows, strict=True))]
-    return "\n".join([*lines, _legend(place, wide)]) + "\n"
+        if event.rank == rank:
+            begin, end = (_edge(time - timeline.start, scale) for time in (event.start, event.end))
+            for column, character in zip(
+                range(begin, min(end, cells)), _cell(event, timeline.placement, letters, wide), strict=False
+            ):
+                row[column] = character
+    return "".join(row)
 
 
 def _cell(event: Event, place: Placement, letters: str, wide: bool) -> Iterator[str]:

@@ -41,9 +41,11 @@ __all__ = [
     "TorchDispatchMode",
     "call_uncompiled",
     "compiled",
+    "grouped_mm",
     "hooks_of",
     "in_transform",
     "makes_view",
+    "memory_is_shared",
     "new_fake_mode",
     "override_tables",
     "profiling",
@@ -67,6 +69,9 @@ VALUE_NEEDED: tuple[type[Exception], ...] = (
 )
 """What a fake tensor raises when an operator needs the values that it does not have."""
 
+grouped_mm: Callable[..., Tensor] = torch._grouped_mm
+"""The operator that function modes see inside ``F.grouped_mm``, which is a Python function that they do not see."""
+
 
 def new_fake_mode() -> FakeTensorMode:
     """Make a mode in which tensors have no values and constants of the model may stay real."""
@@ -79,6 +84,15 @@ def storage_key(tensor: Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def memory_is_shared(tensor: Tensor) -> bool:
+    """Whether something else, be it a tensor that only autograd holds, looks at the memory of ``tensor``."""
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return False
+    return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # ``tensor`` and ``storage``
 
 
 class MemoryRef:

@@ -15,11 +15,11 @@ from torch import fx
 from fxchimera_passes.captured import Captured, info
 from fxchimera_passes.errors import CaptureError
 
-__all__ = ["NodeCosts", "analytic", "backward_factors", "seconds_of"]
+__all__ = ["BYTES_PER_SECOND", "NodeCosts", "analytic", "backward_factors", "seconds_of"]
 
 # A current accelerator at half of its peak; only the ratio matters for where a graph is cut.
 _FLOPS_PER_SECOND = 2.0e14
-_BYTES_PER_SECOND = 1.5e12
+BYTES_PER_SECOND = 1.5e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class NodeCosts:
 
 
 def analytic(
-    captured: Captured, *, flops_per_second: float = _FLOPS_PER_SECOND, bytes_per_second: float = _BYTES_PER_SECOND
+    captured: Captured, *, flops_per_second: float = _FLOPS_PER_SECOND, bytes_per_second: float = BYTES_PER_SECOND
 ) -> NodeCosts:
     """Estimate every node from its floating-point operations and the bytes it moves.
 
@@ -54,7 +54,7 @@ def analytic(
 
 
 def seconds_of(
-    flops: float, moved: float, flops_per_second: float = _FLOPS_PER_SECOND, bytes_per_second: float = _BYTES_PER_SECOND
+    flops: float, moved: float, flops_per_second: float = _FLOPS_PER_SECOND, bytes_per_second: float = BYTES_PER_SECOND
 ) -> float:
     """Estimate the seconds of some floating-point operations that move some bytes."""
     return flops / flops_per_second + moved / bytes_per_second

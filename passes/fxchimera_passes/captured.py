@@ -67,6 +67,8 @@ class NodeInfo:
     ``autocast`` is None outside autocast regions, else (device type, dtype, enabled).
     ``saved`` are pairs (number of a piece of memory, its bytes) that autograd keeps from the node to its backward, without
     parameters, buffers, inputs and constants; ``memory`` is the number of the memory that ``value`` lies in, -1 for the others.
+    ``dear`` are such pairs of what its operators with much arithmetic made (products, convolutions, attention), ``dear_flops`` and
+    ``dear_bytes`` their part of ``forward_flops`` and ``moved_bytes``.  ``hookable`` tells whether it runs under saved-tensor hooks.
     ``line`` is the user's own "file:line" of the call, "" when unknown.
     """
 
@@ -84,6 +86,10 @@ class NodeInfo:
     moved_bytes: float = 0.0
     saved: tuple[tuple[int, int], ...] = ()
     memory: int = -1
+    dear: tuple[tuple[int, int], ...] = ()
+    dear_flops: float = 0.0
+    dear_bytes: float = 0.0
+    hookable: bool = True
     line: str = ""
 
     @property

@@ -6,7 +6,7 @@ The three ways live in a file each; this is the door to them.
 from __future__ import annotations
 
 from fxchimera_passes.analytic import NodeCosts, analytic
-from fxchimera_passes.measure import measured
+from fxchimera_passes.measure import measured, measured_stage
 from fxchimera_passes.symbolic import SymbolicCosts, symbolic
 
-__all__ = ["NodeCosts", "SymbolicCosts", "analytic", "measured", "symbolic"]
+__all__ = ["NodeCosts", "SymbolicCosts", "analytic", "measured", "measured_stage", "symbolic"]

@@ -26,7 +26,9 @@ from fxchimera_passes.captured import Captured, NodeInfo, info
 from fxchimera_passes.inplace import written
 from fxchimera_passes.plan import BoundaryValue
 
-__all__ = ["Liveness", "boundary", "crossing", "crossing_nodes", "obstacle", "recomputed_for", "sweep"]
+__all__ = [
+    "Liveness", "boundary", "buffers_read", "crossing", "crossing_nodes", "obstacle", "recomputed_for", "sweep", "within",
+]  # fmt: skip
 
 # A node is recomputed rather than sent only while it is a small part of the whole forward, and so are all of them together, for
 # every stage may run them.  Analytic, never measured: every rank must come to the same answer.
@@ -168,12 +170,13 @@ def _written_buffers(nodes: Sequence[fx.Node], carried: Iterable[int], dirty: se
     """Ranges between the first and last node that touch one of the buffers ``dirty``: state that is written lives in one stage."""
     touched: dict[str, list[int]] = {}
     for i in carried:
-        for name in {*info(nodes[i]).writes, *_buffers_read(nodes[i])} & dirty:
+        for name in {*info(nodes[i]).writes, *buffers_read(nodes[i])} & dirty:
             touched.setdefault(name, []).append(i)
     return [(where[0], where[-1]) for where in touched.values() if len(where) > 1]
 
 
-def _buffers_read(node: fx.Node) -> set[str]:
+def buffers_read(node: fx.Node) -> set[str]:
+    """The buffers that a node reads, inside a leaf module or as a direct argument."""
     return {
         *info(node).buffers,
         *(name for source in node.all_input_nodes if source.op == "get_attr" for name in info(source).buffers),
@@ -231,9 +234,9 @@ def _repeatable(node: fx.Node, dirty: set[str], captured: Captured) -> bool:
     known = info(node)
     if known.random or known.writes or known.parameters or isinstance(node.target, Check):
         return False  # a check of an answer has no reader that could ask for it
-    if node.op == "call_module" and any(_within(path, str(node.target)) for path in captured.report.stateful):
+    if node.op == "call_module" and any(within(path, str(node.target)) for path in captured.report.stateful):
         return False  # what it counts, it would count once in each stage
-    if dirty and dirty & _buffers_read(node):
+    if dirty and dirty & buffers_read(node):
         return False
     return all(source.op.startswith("call") for source in written(node))
 
@@ -243,7 +246,8 @@ def _supplied(reader: int, nodes: Sequence[fx.Node], sources: Iterable[int], cho
     return all(i in chosen or not nodes[i].op.startswith("call") or _shape_only(nodes[i], nodes[reader]) for i in sources)
 
 
-def _within(path: str, module: str) -> bool:
+def within(path: str, module: str) -> bool:
+    """Whether the module ``path`` is ``module`` or inside it."""
     return path == module or path.startswith(f"{module}.")
 
 

@@ -21,11 +21,12 @@ from fxchimera_passes.capture.state import generators_untouched
 from fxchimera_passes.captured import Captured, info
 from fxchimera_passes.errors import CaptureError
 from fxchimera_passes.inplace import written
+from fxchimera_passes.plan import Stage
 from fxchimera_passes.scope import Scope, call_in_scope
 from fxchimera_passes.structure import Structure, flatten
 from fxchimera_passes.whole import module_at
 
-__all__ = ["measured"]
+__all__ = ["measured", "measured_stage"]
 
 
 def measured(captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any], *, repeats: int = 3) -> NodeCosts:
@@ -47,6 +48,14 @@ def measured(captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any],
         return _Meter(captured, repeats).run(tensors)
 
 
+def measured_stage(
+    captured: Captured, stage: Stage, received: Sequence[Tensor], inputs: Sequence[Tensor], *, repeats: int = 3
+) -> NodeCosts:
+    """The same for the nodes of one stage of a cut: ``received`` is what the stage before sends, ``inputs`` are a whole batch's."""
+    with _restored(captured), collecting():
+        return _Meter(captured, repeats).run_stage(stage, received, inputs)
+
+
 class _Meter:
     """Runs the nodes in order; ``values`` holds what the later ones still need."""
 
@@ -59,9 +68,20 @@ class _Meter:
 
     def run(self, tensors: Sequence[Tensor]) -> NodeCosts:
         """Time all nodes on these input tensors."""
+        return self._run(list(self.captured.graph.nodes), tensors)
+
+    def run_stage(self, stage: Stage, received: Sequence[Tensor], tensors: Sequence[Tensor]) -> NodeCosts:
+        """Time the nodes of a stage."""
+        named = {node.name: node for node in self.captured.graph.nodes}
+        for value, tensor in zip(stage.received, received, strict=True):
+            self.values[named[value.name]] = tensor.detach().requires_grad_(value.meta.requires_grad)
+        own = set(stage.nodes)
+        return self._run([n for n in self.captured.graph.nodes if n.name in own or n.op in ("placeholder", "get_attr")], tensors)
+
+    def _run(self, nodes: Sequence[fx.Node], tensors: Sequence[Tensor]) -> NodeCosts:
         arriving = iter(tensors)
-        last = {source: node for node in self.captured.graph.nodes for source in node.all_input_nodes}
-        for node in self.captured.graph.nodes:
+        last = {source: node for node in nodes for source in node.all_input_nodes}
+        for node in nodes:
             if node.op == "placeholder":
                 self.values[node] = next(arriving).detach()
             elif node.op == "get_attr":

@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 
 from fxchimera_passes.captured import TensorMeta
 
-__all__ = ["BoundaryValue", "Load", "Stage", "StagePlan"]
+__all__ = ["FULL", "MODES", "NONE", "SELECTIVE", "BoundaryValue", "Load", "Stage", "StagePlan"]
+
+NONE, SELECTIVE, FULL = MODES = ("none", "selective", "full")
+"""How much of a stage's forward is run again in its backward, instead of being kept."""
+
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +24,15 @@ class BoundaryValue:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a stage costs for one micro-batch: seconds forward and backward, and the bytes that it sends on in the forward."""
+    """What a stage costs for one micro-batch: seconds forward and backward, and the bytes that it sends on in the forward.
+
+    ``recompute_seconds`` of the backward are for running a part of the forward again.
+    """
 
     forward_seconds: float
     backward_seconds: float
     sent_bytes: int
+    recompute_seconds: float = 0.0
 
     @property
     def cost_seconds(self) -> float:
@@ -42,6 +50,10 @@ class Stage:
     canonical names that its nodes read; ``owned`` the parameters it owns.  ``cost_seconds`` is forward plus backward.
     ``activation_bytes`` is what one micro-batch holds from its forward to its backward: what autograd saves, what was received, and
     what is sent or returned.
+
+    ``recompute`` tells which of ``MODES`` the stage runs in; both figures above are with it.  Its backward takes
+    ``recompute_seconds`` of ``backward_seconds`` for that, and needs ``recompute_bytes`` on top while it runs.  ``kept_whole`` says
+    of nodes that cannot be run again why.
     """
 
     index: int
@@ -56,6 +68,10 @@ class Stage:
     backward_seconds: float
     parameter_bytes: int
     activation_bytes: int = 0
+    recompute: str = NONE
+    recompute_seconds: float = 0.0
+    recompute_bytes: int = 0
+    kept_whole: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def cost_seconds(self) -> float:

@@ -17,7 +17,9 @@ from torch import fx, nn
 
 from fxchimera_passes.captured import Captured, TensorMeta, info
 from fxchimera_passes.inplace import may_alias, written
-from fxchimera_passes.plan import Stage, StagePlan
+from fxchimera_passes.plan import NONE, Stage, StagePlan
+from fxchimera_passes.recomputation import Recomputation
+from fxchimera_passes.regions import Wrap, enclose
 from fxchimera_passes.scope import call_in_scope, scope_of
 from fxchimera_passes.soundness import watched
 from fxchimera_passes.whole import module_at
@@ -30,7 +32,8 @@ class StageGraph:
     """The graph of one stage.
 
     ``constants`` are the recording's constants that the graph reads, by attribute name.  ``modules`` are the qualified names of the
-    leaf modules that it calls, ``attributes`` those of the parameters and buffers that it reads itself.
+    leaf modules that it calls, ``attributes`` those of the parameters and buffers that it reads itself.  ``regions`` are the names of
+    the nodes that are run again in the backward, region by region.
     """
 
     stage: Stage
@@ -38,12 +41,13 @@ class StageGraph:
     constants: Mapping[str, Any]
     modules: tuple[str, ...]
     attributes: tuple[str, ...]
+    regions: tuple[tuple[str, ...], ...] = ()
 
-    def bind(self, root: nn.Module, *, device: torch.device | None = None) -> fx.GraphModule:
+    def bind(self, root: nn.Module, *, device: torch.device | None = None, again: Wrap | None = None) -> fx.GraphModule:
         """Make a module that runs the graph on ``root``'s own submodules, parameters and buffers.
 
         ``root`` is the recorded model or a clone of it.  With ``device`` the constants, and operations recorded with an explicit
-        device, go there.
+        device, go there.  ``again`` makes of a region what runs it again in the backward; without it nothing is.
         """
         holder = nn.Module()
         holder.training = root.training
@@ -61,13 +65,19 @@ class StageGraph:
             new.meta = dict(old.meta)
             if device is not None:
                 new.args, new.kwargs = _on_device((new.args, new.kwargs), device)
+        place = {old.name: new for old, new in zip(self.graph.nodes, graph.nodes, strict=True)}
         check = watched(self.stage.index, len(self.stage.received), holder, graph)
+        for number, names in enumerate(self.regions if again is not None else ()):
+            assert again is not None
+            enclose(holder, graph, [place[name] for name in names], f"<region {number}>", again)
         return check(fx.GraphModule(holder, graph, class_name=f"Stage{self.stage.index}"))
 
 
 def split(captured: Captured, plan: StagePlan) -> tuple[StageGraph, ...]:
     """Write the graph of every stage of ``plan``, first to last."""
-    return tuple(_Writer(captured, stage, stage.index == len(plan.stages) - 1).write() for stage in plan.stages)
+    last = len(plan.stages) - 1
+    again = Recomputation.of(captured) if any(stage.recompute != NONE for stage in plan.stages) else None
+    return tuple(_Writer(captured, stage, stage.index == last, again).write() for stage in plan.stages)
 
 
 def stand_in(like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -78,8 +88,8 @@ def stand_in(like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> 
 class _Writer:
     """Writes one stage; ``env`` maps recorded nodes to the stage's own."""
 
-    def __init__(self, captured: Captured, stage: Stage, is_last: bool) -> None:
-        self.captured, self.stage, self.is_last = captured, stage, is_last
+    def __init__(self, captured: Captured, stage: Stage, is_last: bool, again: Recomputation | None) -> None:
+        self.captured, self.stage, self.is_last, self.again = captured, stage, is_last, again
         self.nodes = {node.name: node for node in captured.graph.nodes}
         self.run = [self.nodes[name] for name in stage.nodes]
         self.graph = fx.Graph()
@@ -103,7 +113,13 @@ class _Writer:
             constants=self.constants,
             modules=tuple(self.modules),
             attributes=tuple(self.attributes),
+            regions=self._regions(),
         )
+
+    def _regions(self) -> tuple[tuple[str, ...], ...]:
+        found = self.again.regions(self.stage, self.stage.recompute) if self.again is not None else ()
+        nodes = list(self.nodes.values())
+        return tuple(tuple(self.env[nodes[i]].name for i in region) for region in found)
 
     def _placeholders(self) -> list[fx.Node]:
         inputs = [node for node in self.captured.graph.nodes if node.op == "placeholder"]

@@ -28,7 +28,7 @@ from fxchimera_passes.points import positions_of
 from fxchimera_passes.transfer import transfer
 from fxchimera_passes.trial import Trial
 
-__all__ = ["Score", "make_plan", "transfer"]
+__all__ = ["Ground", "Score", "make_plan", "transfer"]
 
 Score = Callable[[Sequence[Load]], float]
 _Judge = Callable[[tuple[int, ...]], tuple[float, float]]  # what is too much, then seconds: the smallest pair wins
@@ -80,6 +80,27 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What all cuts of one recording have in common: made once where several are planned."""
+
+    live: Liveness
+    atoms: Atoms
+
+    @classmethod
+    @_uncollected()
+    def of(cls, captured: Captured, costs: NodeCosts) -> Ground:
+        """Find out what is alive at each place, and what must stay together.
+
+        Raises:
+            PartitionError: the recording runs no operation on a parameter.
+        """
+        live = sweep(captured)
+        if not live.carried:
+            raise PartitionError("nothing to cut into stages: the recorded forward runs no operation on a parameter")
+        return cls(live, contract(captured, live, costs))
+
+
 @_uncollected()
 def make_plan(
     captured: Captured,
@@ -89,6 +110,7 @@ def make_plan(
     split_points: Sequence[str] = (),
     score: Score | None = None,
     room: Room | None = None,
+    ground: Ground | None = None,
 ) -> StagePlan:
     """Assign every node to one of ``num_stages`` stages, each of which owns at least one parameter.
 
@@ -101,16 +123,15 @@ def make_plan(
         split_points: qualified names of the modules that begin stages 1, 2, ... instead of a balanced cut.
         score: predicted seconds of one step with these stages; the smallest wins.  Called some hundred times.
         room: the memory of the ranks; a cut that does not fit is not made.
+        ground: that of the recording and the costs, if it is known.
 
     Raises:
         PartitionError: fewer parameters than stages, split points that cannot be used, or no cut fits into ``room``.
     """
     if num_stages < 1:
         raise PartitionError(f"num_stages must be at least 1, got {num_stages}")
-    live = sweep(captured)
-    if not live.carried:
-        raise PartitionError(f"nothing to cut into {num_stages} stages: the recorded forward runs no operation on a parameter")
-    atoms = contract(captured, live, costs)
+    known = ground or Ground.of(captured, costs)
+    live, atoms = known.live, known.atoms
     division = Division(num_stages, 0, ()) if split_points else divide(captured, atoms, num_stages)
     search = _Search(captured, live, costs, atoms, division)
     if split_points:

@@ -22,7 +22,8 @@ from fxchimera_passes.atoms import parameter_reads
 from fxchimera_passes.captured import Captured, info
 from fxchimera_passes.errors import PartitionError
 from fxchimera_passes.liveness import Liveness, obstacle, sweep
-from fxchimera_passes.plan import Stage, StagePlan
+from fxchimera_passes.plan import NONE, Stage, StagePlan
+from fxchimera_passes.recomputation import Recomputation
 
 __all__ = ["transfer"]
 
@@ -45,6 +46,9 @@ def transfer(captured: Captured, plan: StagePlan, other: Captured) -> StagePlan:
     before = analytic(captured)
     positions = _positions(captured, plan, live)
     stages = assemble(other, live, costs, positions, plan.owner)
+    again = Recomputation.of(other, costs) if any(stage.recompute != NONE for stage in plan.stages) else None
+    if again is not None:
+        stages = tuple(again.applied(new, old.recompute) for new, old in zip(stages, plan.stages, strict=True))
     scaled = tuple(_checked(new, old, before) for new, old in zip(stages, plan.stages, strict=True))
     bottleneck = max(stage.cost_seconds for stage in scaled)
     bound = plan.bound_seconds * bottleneck / plan.bottleneck_seconds if plan.bottleneck_seconds else 0.0
@@ -156,12 +160,16 @@ def _checked(new: Stage, old: Stage, before: NodeCosts) -> Stage:
             f"stage {new.index} would read parameters {extra[:3]} in the other recording, which it did not read in the first: "
             "the model takes another path there"
         )
+    forward = _scaled(old.forward_seconds, new.forward_seconds, old.nodes, before.forward)
+    once, estimate = old.backward_seconds - old.recompute_seconds, new.backward_seconds - new.recompute_seconds
+    again = old.recompute_seconds * forward / old.forward_seconds if old.forward_seconds else 0.0
     return replace(
         new,
         owned=old.owned,
         parameter_bytes=old.parameter_bytes,
-        forward_seconds=_scaled(old.forward_seconds, new.forward_seconds, old.nodes, before.forward),
-        backward_seconds=_scaled(old.backward_seconds, new.backward_seconds, old.nodes, before.backward),
+        forward_seconds=forward,
+        backward_seconds=_scaled(once, estimate, old.nodes, before.backward) + again,
+        recompute_seconds=again,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,18 +14,22 @@ from fxchimera.runtime.deferral import Deferral
 from fxchimera.runtime.observation import Observation
 from fxchimera.runtime.turns import Turns
 
-__all__ = ["Divided", "assert_same_bits", "divided", "whole"]
+__all__ = ["Divided", "allowed", "assert_same_bits", "divided", "in_parts", "whole"]
 
 Inputs = Sequence[Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Divided:
-    """Gradients of the parameters by name and of the inputs, and the names of the parameters that got theirs in W."""
+    """Gradients of the parameters by name and of the inputs, and the names of the parameters that got theirs in W.
+
+    ``first`` are those that did so already in the micro-batch that was looked at.
+    """
 
     parameters: dict[str, Tensor | None]
     inputs: list[Tensor | None]
     deferred: set[str]
+    first: set[str] = field(default_factory=set)
 
 
 def whole(make: Callable[[], nn.Module], inputs: Inputs, surroundings: Callable[[], Any] = nullcontext) -> Divided:
@@ -48,7 +52,8 @@ def divided(make: Callable[[], nn.Module], inputs: Inputs, surroundings: Callabl
     with surroundings(), Observation() as observation:
         outputs = [module(_entered(leaves[0]))]
     allowed = observation.allowed(outputs, module.parameters())
-    modes = [Deferral(frozenset()), *(Deferral(allowed) for _ in leaves[1:])]
+    first = observation.division(outputs, allowed) or Deferral(frozenset())
+    modes = [first, *(Deferral(allowed) for _ in leaves[1:])]
     for leaf, mode in zip(leaves[1:], modes[1:], strict=True):
         with surroundings(), mode:
             outputs.append(module(_entered(leaf)))
@@ -56,10 +61,39 @@ def divided(make: Callable[[], nn.Module], inputs: Inputs, surroundings: Callabl
         with turns.adding(microbatch, mode.parameters):
             mode.input_part([output], [_seed(output)])
     deferred = {names[id(p)] for mode in modes for p in mode.parameters}
+    divided = {names[id(p)] for p in first.parameters}
     for microbatch, mode in reversed(list(enumerate(modes))):
         with turns.adding(microbatch):
             mode.weight_part()
-    return Divided({name: p.grad for name, p in module.named_parameters()}, [leaf.grad for leaf in leaves], deferred)
+    gradients = {name: p.grad for name, p in module.named_parameters()}
+    return Divided(gradients, [leaf.grad for leaf in leaves], deferred, divided)
+
+
+def allowed(make: Callable[[], nn.Module], module: nn.Module, x: Tensor) -> frozenset[int]:
+    """The parameters of ``module`` that may be put off, found out on another one that is made in the same way."""
+    twin = make()
+    with Observation() as observation:
+        output = twin(_entered(_leaf(x)))
+    ids = observation.allowed([output], twin.parameters())
+    own = dict(module.named_parameters())
+    return frozenset(id(own[name]) for name, parameter in twin.named_parameters() if id(parameter) in ids)
+
+
+def in_parts(make: Callable[[], nn.Module], x: Tensor) -> tuple[Divided, Divided]:
+    """The gradients of one micro-batch after I, and after W; the first one's ``deferred`` are the parameters that wait then."""
+    module, leaf = make(), _leaf(x)
+    deferral = Deferral(allowed(make, module, x))
+    with deferral:
+        output = module(_entered(leaf))
+    deferral.input_part([output], [_seed(output)])
+    waiting = {id(parameter) for parameter in deferral.parameters}
+    early = Divided(_copies(module), [leaf.grad], {name for name, p in module.named_parameters() if id(p) in waiting})
+    deferral.weight_part()
+    return early, Divided(_copies(module), [leaf.grad], set())
+
+
+def _copies(module: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
 
 
 def assert_same_bits(ours: Divided, theirs: Divided) -> None:

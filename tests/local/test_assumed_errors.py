@@ -72,7 +72,7 @@ def test_the_reference_finds_the_right_path_past_an_error():
     for x in signed_batches():
         plain.zero_grad()
         expected = plain_step(plain, x, 2)
-        found = fxchimera.reference(model, x, loss_fn=square, num_stages=2, n_microbatches=2, seed=7)
+        found = fxchimera.reference(model, x, loss_fn=square, num_stages=2, n_microbatches=2, schedule="chimera", seed=7)
         torch.testing.assert_close(found.loss, expected, rtol=1e-12, atol=0)
         for name, parameter in plain.named_parameters():
             torch.testing.assert_close(found.gradients[name], parameter.grad, rtol=1e-11, atol=1e-13)

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 
 from fxchimera import FxChimeraError
 from fxchimera.runtime.deferral import Deferral
+from fxchimera.runtime.division import Division
 from fxchimera.runtime.observation import Observation
 from tests.local.toys import chain, data, seeded, wrapped
 
 WIDTH = 6
+
+Parts = Callable[[nn.Module, Tensor], tuple[Tensor, Deferral | Division]]
 
 
 class Token:
@@ -42,38 +45,57 @@ def allowed(module: nn.Module, x: Tensor) -> frozenset[int]:
     return observation.allowed([y], module.parameters())
 
 
-def hooked_run(split: bool) -> list[tuple[str, Tensor]]:
-    """Forward and backward of two linears, everything watched that a hook can watch."""
+def deferred(module: nn.Module, x: Tensor) -> tuple[Tensor, Deferral]:
+    with Deferral(allowed(module, x)) as deferral:
+        y = module(x)
+    return y, deferral
+
+
+def divided(module: nn.Module, x: Tensor) -> tuple[Tensor, Division]:
+    with Observation() as observation:
+        y = module(x)
+    division = observation.division([y], observation.allowed([y], module.parameters()))
+    assert division is not None
+    return y, division
+
+
+def hooked_run(parts: Parts | None, watched: str, waiting: int = 0) -> list[tuple[str, Tensor]]:
+    """Forward and backward of two linears with hooks, on the results of ``watched`` ones too; ``waiting`` parameters wait."""
     seen: list[tuple[str, Tensor]] = []
     module = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
     x = data(4)[0].requires_grad_()
 
     def watch(_module: nn.Module, _args: object, y: Tensor) -> None:
-        y.register_hook(lambda gradient: seen.append(("activation", gradient.clone())))
+        y.register_hook(lambda gradient: (seen.append(("activation", gradient.clone())), gradient * 3)[1])
 
     for name, part in module.named_children():
         part.register_full_backward_hook(lambda _m, back, out, n=name: seen.extend([(n, back[0].clone()), (n, out[0].clone())]))
         part.register_full_backward_pre_hook(lambda _m, out, n=name: (out[0] * 2,))
-        part.register_forward_hook(watch)
-    deferral = Deferral(allowed(module, x)) if split else None
-    if deferral is None:
+        if name in watched:
+            part.register_forward_hook(watch)
+    if parts is None:
         y = module(x)
         y.backward(torch.ones_like(y))
     else:
-        with deferral:
-            y = module(x)
-        deferral.input_part([y], [torch.ones_like(y)])
-        assert len(deferral.parameters) == 4
-        assert all(p.grad is None for p in module.parameters())
-        deferral.weight_part()
+        y, work = parts(module, x)
+        seen.clear()
+        work.input_part([y], [torch.ones_like(y)])
+        assert len(work.parameters) == waiting
+        assert all(p.grad is None for p in work.parameters)
+        work.weight_part()
     return [*seen, *((name, p.grad) for name, p in module.named_parameters()), ("x", x.grad)]
 
 
-def test_hooks_see_the_same_gradients_in_the_same_order() -> None:
-    """Full backward hooks, backward pre-hooks that change the gradient, and hooks on activations."""
-    ours, plain = hooked_run(split=True), hooked_run(split=False)
+@pytest.mark.parametrize(
+    ("parts", "watched", "waiting"),
+    [(deferred, "012", 4), (divided, "1", 4), (divided, "01", 2)],
+    ids=["deferred", "divided", "divided, hooks between"],
+)
+def test_hooks_see_the_same_gradients_in_the_same_order(parts: Parts, watched: str, waiting: int) -> None:
+    """Full backward hooks, backward pre-hooks that change the gradient, and hooks on activations that do."""
+    ours, plain = hooked_run(parts, watched, waiting), hooked_run(None, watched)
     assert [name for name, _ in ours] == [name for name, _ in plain]
-    assert len(plain) == 3 * 3 + 4 + 1
+    assert len(plain) == len(watched) + 3 * 2 + 4 + 1
     for (name, a), (_, b) in zip(ours, plain, strict=True):
         assert torch.equal(a, b), name
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,27 +14,25 @@ from torch import Tensor, nn
 
 import fxchimera
 from fxchimera.runtime.operators import splittable
-from fxchimera.runtime.stagetimes import time_stages
+from fxchimera.runtime.stagetimes import Sample, time_stage
+from fxchimera.schedule.measurement import StageTimes
 from tests.local.toys import data, seeded, wrapped
 from tests.parity import assert_same_tensors
+from tests.sleeping import BACKWARD, FORWARD, Sleep
 
-FORWARD, BACKWARD = 0.004, 0.008
 SLACK = 0.1  # machines are shared; the bounds from below are the sharp ones
 
 
-class Sleep(torch.autograd.Function):
-    """The identity, slowly."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        time.sleep(FORWARD * factor)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        time.sleep(BACKWARD * ctx.factor)
-        return gradient, None
+def timed(pipe: Any, inputs: Sequence[Tensor], loss: Any = None, rounds: int = 3) -> list[StageTimes]:
+    """Time the stages of a pipeline one after the other, each on what the one before sends."""
+    program, received, found = pipe._preparation._programs.first, [], []
+    sample = Sample(program=program, inputs=inputs, loss=loss, rounds=rounds)
+    for executor in pipe._engine.executors:
+        for replica in executor.replicas.values():
+            passage = time_stage(replica, sample, received)
+            found.append(passage.times)
+            received = passage.outputs
+    return found
 
 
 @splittable
@@ -51,7 +50,9 @@ class Kernel(nn.Module):
         return slow(x, self.weight)
 
 
-class Slow(nn.Module):
+class Normed(nn.Module):
+    """Nothing to defer for W but a linear layer's and batch norm's."""
+
     def __init__(self, factor: float) -> None:
         super().__init__()
         self.linear, self.norm, self.factor = nn.Linear(6, 6), nn.BatchNorm1d(6), factor
@@ -62,15 +63,13 @@ class Slow(nn.Module):
 
 def test_sleeping_stages() -> None:
     """The second sleeps three times as long; what no operator defers counts for I."""
-    model = seeded(lambda: nn.Sequential(nn.Linear(6, 6), Slow(1.0), Slow(3.0)))
+    model = seeded(lambda: nn.Sequential(nn.Linear(6, 6), Normed(1.0), Normed(3.0)))
     x, y = data(8)
     with wrapped(model, x, num_stages=2, n_microbatches=1, schedule="1f1b", split_points=["2"]) as pipe:
         pipe.step(x, target=y)
         before = copy.deepcopy(model.state_dict())
         gradients = [p.grad.clone() for p in model.parameters()]
-        replicas = [replica for executor in pipe._engine.executors for replica in executor.replicas.values()]
-        program = pipe._preparation._programs.first
-        found = time_stages(replicas, program, [x], loss=lambda out: (out[0] - y).square().mean(), rounds=3)
+        found = timed(pipe, [x], lambda out: (out[0] - y).square().mean())
         assert_same_tensors(model.state_dict(), before)
         assert all(map(torch.equal, (p.grad for p in model.parameters()), gradients))
     assert len(found) == 2
@@ -99,9 +98,8 @@ def test_an_operator_of_ones_own_is_split(monkeypatch: pytest.MonkeyPatch) -> No
         pipe.step(x, target=y)
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter.grad, expected.gradients[name])
-        replicas = [replica for executor in pipe._engine.executors for replica in executor.replicas.values()]
         slept = watched(monkeypatch)
-        times = time_stages(replicas, pipe._preparation._programs.first, [x[:2]], rounds=3)[1]
+        times = timed(pipe, [x[:2]])[1]
     assert 2 * BACKWARD <= times.backward <= 2 * BACKWARD + SLACK
     assert BACKWARD <= times.input_grad <= BACKWARD + SLACK
     assert BACKWARD <= times.weight_grad <= BACKWARD + SLACK

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fxchimera_passes._torch import OpOverload, makes_view
 
-__all__ = ["bytes_of", "flops_of", "tensors_in"]
+__all__ = ["bytes_of", "dear", "flops_of", "tensors_in"]
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -41,6 +41,21 @@ def bytes_of(operator: OpOverload, args: tuple[Any, ...], result: Any) -> float:
     if makes_view(operator):
         return 0.0
     return float(sum(tensor.numel() * tensor.element_size() for tensor in (*tensors_in(args), *tensors_in(result))))
+
+
+def dear(operator: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Tell whether a call does so much arithmetic that its result is better kept than computed again.
+
+    Products, convolutions, attention, recurrent layers and transforms; but not a batched product that is larger than what it is made
+    of, as the scores of attention are (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models").
+    """
+    name = operator.overloadpacket.__name__
+    if name not in _OWN and operator.overloadpacket not in flop_registry:
+        return False
+    if name not in ("bmm", "baddbmm"):
+        return True
+    left, right = args[-2:]
+    return bool(left.shape[-2] * right.shape[-1] <= left.shape[-1] * (left.shape[-2] + right.shape[-1]))
 
 
 def _attention(args: tuple[Any, ...], result: Any) -> float:

@@ -17,7 +17,7 @@ from fxchimera_passes.capture.names import require_submodule
 from fxchimera_passes.capture.profile import Profile
 from fxchimera_passes.errors import PartitionError
 
-__all__ = ["can_open", "choose", "choose_around", "refusal"]
+__all__ = ["can_open", "choose", "choose_around", "only_collects", "refusal"]
 
 _CONTAINERS = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
@@ -37,10 +37,10 @@ def obstacle(module: nn.Module) -> str:
     if type(module) not in _CONTAINERS and type(module).__module__.partition(".")[0] == "torch":
         return "it is one of torch's own layers"
     forward, backward = hooks_of(module)
-    return "" if not backward and all(_only_collects(hook) for hook in forward) else "it has hooks"
+    return "" if not backward and all(only_collects(hook) for hook in forward) else "it has hooks"
 
 
-def _only_collects(hook: Any) -> bool:
+def only_collects(hook: Any) -> bool:
     """Tell whether ``hook`` is one of transformers' own, which copy a module's output when asked to."""
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 

@@ -40,6 +40,7 @@ def run_closed(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kwa
             raise
         recorder.watch.rewind(watch)
         recorder.frames.rewind(frames)
+        recorder.watch.seen.hookable = False
         with recorder.watch.saved.unhooked():
             return _run(recorder, module, args, kwargs)
 

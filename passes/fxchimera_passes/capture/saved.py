@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -94,19 +95,28 @@ class Saved:
         made = self._region[1]
         for tensor in inputs:
             if storage_key(tensor) not in made:
-                self._note(seen, tensor)
+                self._note(seen.saved, tensor)
         made.update(storage_key(tensor) for tensor in outputs)
 
+    def keeps(self, seen: Seen, outputs: Iterable[Tensor]) -> bool:
+        """Note what an operator with much arithmetic made, unless the model itself computes it again in the backward."""
+        hook = saved_tensor_hook()
+        if not torch.is_grad_enabled() or not (hook is None or hook == self._save):
+            return False
+        for tensor in outputs:
+            self._note(seen.dear, tensor)
+        return True
+
     def _save(self, tensor: Tensor) -> Tensor:
-        self._note(self._seen(), tensor)
+        self._note(self._seen().saved, tensor)
         return tensor
 
-    def _note(self, seen: Seen, tensor: Tensor) -> None:
+    def _note(self, record: dict[int, int], tensor: Tensor) -> None:
         number = self.number(tensor)
         if number >= 0:
             if isinstance(tensor, FakeTensor):
                 self._kept.append(tensor)
-            seen.saved[number] = tensor.untyped_storage().nbytes()
+            record[number] = tensor.untyped_storage().nbytes()
 
     def _number(self, key: int | None, run: int) -> int:
         return self._numbers.setdefault((key, run), len(self._numbers))

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxchimera_passes._torch import FakeTensor, OpOverload, TorchDispatchMode, storage_key, written
-from fxchimera_passes.capture.flops import bytes_of, flops_of, tensors_in
+from fxchimera_passes.capture.flops import bytes_of, dear, flops_of, tensors_in
 from fxchimera_passes.capture.lines import user_line
 from fxchimera_passes.capture.saved import Saved
 from fxchimera_passes.captured import RandomKey
@@ -30,7 +30,8 @@ class Seen:
     read.  ``read`` holds the storages that operators took as arguments; with ``blind`` some were perhaps not seen.  ``maker`` is
     the closed module whose call this is.  Storages in ``known`` were given to the call or made by it; a tensor of any other
     storage that an operator reads came in by a hidden way, and is kept in ``smuggled`` with the user's line.  ``saved`` are the
-    bytes of the memory that autograd keeps, by its number.
+    bytes of the memory that autograd keeps, by its number; ``dear`` of what operators with much arithmetic made, which did
+    ``dear_flops`` and moved ``dear_moved``.  Not ``hookable`` is what cannot run under saved-tensor hooks.
     """
 
     maker: nn.Module | None = None
@@ -44,6 +45,10 @@ class Seen:
     named: dict[int, Tensor] = field(default_factory=dict)
     smuggled: list[tuple[Tensor, str]] = field(default_factory=list)
     saved: dict[int, int] = field(default_factory=dict)
+    dear: dict[int, int] = field(default_factory=dict)
+    dear_flops: float = 0.0
+    dear_moved: float = 0.0
+    hookable: bool = True
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -87,6 +92,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seen.random.clear()
         self.seen.smuggled.clear()
         self.seen.saved.clear()
+        self.seen.dear.clear()
+        self.seen.dear_flops = self.seen.dear_moved = 0.0
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -112,6 +119,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flops, moved = flops_of(func, args, kwargs, result), bytes_of(func, args, result)
         self.flops, self.moved, self.count = self.flops + flops, self.moved + moved, self.count + 1
         seen.flops, seen.moved = seen.flops + flops, seen.moved + moved
+        if dear(func, args) and self.saved.keeps(seen, outputs):
+            seen.dear_flops, seen.dear_moved = seen.dear_flops + flops, seen.dear_moved + moved
         self._follow(seen, inputs, outputs)
         self.saved.follow(seen, inputs, outputs)
         return result

@@ -94,6 +94,10 @@ class GraphWriter:
             moved_bytes=seen.moved,
             saved=tuple(sorted(seen.saved.items())),
             memory=self.saved.number(value) if isinstance(value, Tensor) else -1,
+            dear=tuple(sorted(seen.dear.items())),
+            dear_flops=seen.dear_flops,
+            dear_bytes=seen.dear_moved,
+            hookable=seen.hookable,
             line=user_line(),
         )
         if seen.random or writes:

@@ -1,0 +1,46 @@
+"""A step that leaves no trace: gradients, buffers, Python attributes and the count of steps are as before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from fxchimera.runtime.agreement import Call
+from fxchimera.runtime.attempts import Attempts, Finished
+from fxchimera.runtime.engine import Engine
+from fxchimera.runtime.job import Job
+from fxchimera.runtime.undo import undo_of
+
+__all__ = ["Trial", "run_trial"]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a step brought: the job as it was run in the end, its loss, and the gradients that this process owns."""
+
+    finished: Finished
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor | None]
+
+
+def run_trial(model: nn.Module, engine: Engine, attempts: Attempts, job: Job) -> Trial:
+    """Collective: run a step and undo it; the user's hooks on parameters are not called.
+
+    Raises:
+        FxChimeraError: As :meth:`Attempts.train`.
+    """
+    owned = engine.owned
+    earlier = {name: parameter.grad for name, parameter in owned.items()}
+    undo = undo_of(model, model.buffers())
+    try:
+        for parameter in owned.values():
+            parameter.grad = None
+        finished, loss = attempts.train(Call.STEP, replace(job, trial=True), hooks=False)
+        engine.undo_trial()
+        return Trial(finished, loss, {name: parameter.grad for name, parameter in owned.items()})
+    finally:
+        for name, parameter in owned.items():
+            parameter.grad = earlier[name]
+        undo()
