@@ -6,10 +6,10 @@ go over gloo.  All schedules live in the same processes and take turns, one step
 
     measured    latest end minus earliest start of a step over the ranks, on one monotonic clock; the median of the rounds
     ideal       with sleeps that are exact and messages that are free
-    simulated   with sleeps and messages as slow as this machine's, measured just before (machine.py)
+    simulated   with stages and messages as slow as plain torch runs them here, measured just before (machine.py)
     cpu         processor time a computation, of all threads; with ``--forward-ms 0 --backward-ms 0`` the cost of the runtime
 
-"auto-1" and "auto-2" are the orders that the search finds with one and two copies of the weights.
+"auto-1" and "auto-2" are the orders that the search finds, for these measured costs, with one and two copies of the weights.
 
     python benchmarks/emulated.py --stages 4 --microbatches 8 [--boundary-bytes 1048576] [--json]
 """
@@ -28,18 +28,19 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as torch_mp
-from machine import hop_seconds, sleep_excess_seconds
+from machine import hop_seconds, stage_excess_seconds
 from sleeping import SleepingStage, squared_error
 from torch_peers import PEERS, ideal_seconds, make_peer
 
 import fxchimera
-from fxchimera.schedule import Costs, lower, make_order, simulate
+from fxchimera.schedule import Costs, SyncEdge, lower, make_order, simulate
 from fxchimera.schedule.auto import auto
 from fxchimera.schedule.limits import Limits
 from fxchimera.schedule.order import Order
@@ -52,26 +53,63 @@ Steps = dict[tuple[str, str], Callable[[], object]]  # (whose, schedule) -> one 
 Table = dict[str, dict[str, dict[str, float]]]  # whose -> schedule -> figure -> milliseconds
 
 
-def find_orders(args: argparse.Namespace) -> dict[str, Order]:
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What this machine adds, in seconds: to a forward, to either half of a backward, and on a message's way."""
+
+    forward: float = 0.0
+    half: float = 0.0
+    hop: float = 0.0
+
+    def costs(self, args: argparse.Namespace, total: int) -> Costs:
+        """What ``total`` stages cost on it, of which a device has ``total / args.stages``."""
+        share = args.stages / total / 1e3
+        forward = max(args.forward_ms, _SMALLEST_MS) * share + self.forward
+        half = max(args.backward_ms / 2, _SMALLEST_MS) * share + self.half
+        return Costs(forward=(forward,) * total, input_grad=(half,) * total, weight_grad=(half,) * total, latency=self.hop)
+
+
+def measure_machine(args: argparse.Namespace) -> Machine:
+    """Collective: measure with plain torch, the same on all ranks."""
+    width = _width(args)
+    excess = stage_excess_seconds(args.forward_ms / 1e3, args.backward_ms / 1e3, (ROWS, width))
+    return Machine(*excess, hop_seconds(args.boundary_bytes))
+
+
+def find_orders(args: argparse.Namespace, machine: Machine) -> dict[str, Order]:
     """Make our orders, of computations only; the search is told what the devices take."""
     stages, microbatches = args.stages, args.microbatches
-    costs = Costs.uniform(stages, max(args.forward_ms, _SMALLEST_MS) / 1e3, max(args.backward_ms, 2 * _SMALLEST_MS) / 1e3)
     orders = {}
     for name in args.ours.split(",") if args.ours else []:
         if name.startswith("auto"):
-            orders[name] = auto(stages, microbatches, costs, Limits(copies=int(name[-1]))).order
+            orders[name] = search(args, machine, int(name[-1]))
         elif name != "chimera" or stages % 2 == 0:
             orders[name] = make_order(name, stages, microbatches)
     return orders
 
 
-def simulated_seconds(order: Order, args: argparse.Namespace, excess: float = 0.0, hop: float = 0.0) -> float:
-    """Return what our simulator predicts, in seconds, if every sleep lasts ``excess`` longer and every message takes ``hop``."""
-    total = order.placement.num_stages
-    share = args.stages / total / 1e3
-    half = (args.backward_ms / 2 * share + excess,) * total
-    costs = Costs(forward=(args.forward_ms * share + excess,) * total, input_grad=half, weight_grad=half, latency=hop)
-    return simulate(lower(order), costs).makespan
+def search(args: argparse.Namespace, machine: Machine, copies: int) -> Order:
+    """Return the best order found, by what it takes on this machine, with one and with two stages a device.
+
+    Either number is searched for with its own costs, because two half stages cost a device twice what it adds to one.
+    """
+    found = []
+    for chunks in (1, 2):
+        costs = Machine(chunks * machine.forward, chunks * machine.half, machine.hop).costs(args, args.stages)
+        found.append(auto(args.stages, args.microbatches, costs, Limits(copies=copies, chunks=chunks)).order)
+    return min(found, key=lambda order: simulated_seconds(order, args, machine))
+
+
+def simulated_seconds(order: Order, args: argparse.Namespace, machine: Machine) -> float:
+    """Return what our simulator predicts for a step, in seconds, the exchange between the replicas included."""
+    owners, *mirrors = order.placement.pipes
+    edges = [
+        SyncEdge(stage, rank, owner)
+        for ranks in mirrors
+        for stage, (rank, owner) in enumerate(zip(ranks, owners, strict=True))
+        if rank != owner
+    ]
+    return simulate(lower(order, sync=edges), machine.costs(args, order.placement.num_stages)).makespan
 
 
 def make_ours(order: Order, args: argparse.Namespace, batch: torch.Tensor) -> fxchimera.Pipeline:
@@ -91,22 +129,24 @@ def make_ours(order: Order, args: argparse.Namespace, batch: torch.Tensor) -> fx
     )
 
 
-def make_steps(args: argparse.Namespace, orders: dict[str, Order], rank: int, cleanup: ExitStack) -> tuple[Steps, Table]:
+def make_steps(args: argparse.Namespace, rank: int, cleanup: ExitStack) -> tuple[Steps, Table]:
     """Build every schedule on this rank: the steps to time, and the table with the predicted figures filled in."""
     forward, backward = args.forward_ms / 1e3, args.backward_ms / 1e3
-    excess, hop = sleep_excess_seconds(max(forward, 1e-3)), hop_seconds(args.boundary_bytes)
-    width = max(1, args.boundary_bytes // (4 * ROWS))
+    machine, width = measure_machine(args), _width(args)
+    orders = [find_orders(args, machine) if rank == 0 else None]
+    dist.broadcast_object_list(orders)
     generator = torch.Generator().manual_seed(0)
     batch = torch.randn(ROWS * args.microbatches, width, generator=generator)
     target = torch.randn(ROWS * args.microbatches, width, generator=generator)
     steps: Steps = {}
-    table: Table = {"ours": {}, "torch": {}, "machine": {"all": {"sleep_excess_ms": 1e3 * excess, "hop_ms": 1e3 * hop}}}
-    for name, order in orders.items():
+    added = {f"{name}_ms": 1e3 * value for name, value in asdict(machine).items()}
+    table: Table = {"ours": {}, "torch": {}, "machine": {"all": added}}
+    for name, order in (orders[0] or {}).items():
         pipe = cleanup.enter_context(make_ours(order, args, batch))
         steps["ours", name] = partial(pipe.step, batch, target=target)
         table["ours"][name] = {
-            "ideal_ms": 1e3 * simulated_seconds(order, args),
-            "simulated_ms": 1e3 * simulated_seconds(order, args, excess, hop),
+            "ideal_ms": 1e3 * simulated_seconds(order, args, Machine()),
+            "simulated_ms": 1e3 * simulated_seconds(order, args, machine),
             "actions": sum(action.kind.is_compute for _, action in order) / args.stages,
         }
     for name in PEERS:
@@ -134,7 +174,7 @@ def run_step(step: Callable[[], object]) -> tuple[float, float]:
     return float(span.sum()), float(total) / dist.get_world_size()
 
 
-def worker(rank: int, args: argparse.Namespace, orders: dict[str, Order], port: int, result: str) -> None:
+def worker(rank: int, args: argparse.Namespace, port: int, result: str) -> None:
     """Be one device: build every schedule, measure, and leave the table of rank 0 in the file ``result``."""
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
@@ -145,7 +185,7 @@ def worker(rank: int, args: argparse.Namespace, orders: dict[str, Order], port: 
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     dist.init_process_group("gloo")
     with ExitStack() as cleanup:
-        steps, table = make_steps(args, orders, rank, cleanup)
+        steps, table = make_steps(args, rank, cleanup)
         measure(steps, table, args.repeats)
         if rank == 0:
             Path(result).write_text(json.dumps(table))
@@ -177,7 +217,7 @@ def run(args: argparse.Namespace) -> Table:
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         result = str(Path(folder) / "table.json")
-        torch_mp.start_processes(worker, (args, find_orders(args), port, result), nprocs=args.stages, start_method="forkserver")
+        torch_mp.start_processes(worker, (args, port, result), nprocs=args.stages, start_method="forkserver")
         return json.loads(Path(result).read_text())
 
 
@@ -198,6 +238,11 @@ def show(table: Table, args: argparse.Namespace) -> None:
                 f"{whose + ' ' + name:<24}{measured:>12.1f}{ideal:>8.1f}{_ratio(measured, ideal):>8}"
                 f"{simulated:>11.1f}{_ratio(measured, simulated):>8}{_ratio(measured, best):>9}{row['cpu_ms']:>8.3f}"
             )
+
+
+def _width(args: argparse.Namespace) -> int:
+    """Columns of a micro-batch, so that it has the wanted bytes."""
+    return max(1, args.boundary_bytes // (4 * ROWS))
 
 
 def _ratio(above: float, below: float) -> str:

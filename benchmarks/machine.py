@@ -1,6 +1,7 @@
-"""What the machine itself adds to a sleeping device: how much too long a sleep lasts, and how long a message is on its way.
+"""What the machine adds to a sleeping device: how much longer than its sleep a stage takes, and how long a message is on its way.
 
-Both are measured as a schedule meets them: all ranks sleep at once, and a message goes over gloo to a rank that has waited for it.
+Both are measured as a schedule meets them, with plain torch: all ranks run a sleeping stage at once, whose code has gone cold while
+it slept, and a message goes over gloo to a rank that has waited for it.
 """
 
 from __future__ import annotations
@@ -10,22 +11,31 @@ import time
 
 import torch
 import torch.distributed as dist
+from sleeping import SleepingStage
 
-__all__ = ["hop_seconds", "sleep_excess_seconds"]
+__all__ = ["hop_seconds", "stage_excess_seconds"]
 
 _ROUNDS = 20
 _PAUSE_SECONDS = 0.005  # long enough for caches and cores to go cold, as between the messages of a schedule
 
 
-def sleep_excess_seconds(seconds: float) -> float:
-    """Return by how much ``time.sleep(seconds)`` lasts too long, the median of all ranks' medians."""
-    excess = []
+def stage_excess_seconds(forward: float, backward: float, shape: tuple[int, int]) -> tuple[float, float]:
+    """Return by how much a stage's forward, and half its backward, last longer than their sleeps; the middle of the ranks' medians.
+
+    ``forward`` and ``backward`` are the stage's sleeps in seconds, ``shape`` that of a micro-batch.
+    """
+    stage = SleepingStage(shape[1], forward, backward, first=False)
+    times = []
     dist.barrier()
     for _ in range(_ROUNDS):
+        x = torch.zeros(shape, requires_grad=True)
         start = time.monotonic()
-        time.sleep(seconds)
-        excess.append(time.monotonic() - start - seconds)
-    return _middle(statistics.median(excess))
+        output = stage(x)
+        middle = time.monotonic()
+        output.backward(torch.ones(shape))
+        times.append((middle - start - forward, (time.monotonic() - middle - backward) / 2))
+    forwards, halves = zip(*times, strict=True)
+    return _middle(statistics.median(forwards)), _middle(statistics.median(halves))
 
 
 def hop_seconds(boundary_bytes: int) -> float:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fxchimera.errors import FxChimeraError
-from fxchimera.planner.measured import measured_plan, with_exchange
+from fxchimera.planner.measured import measured_plan
 from fxchimera.planner.profile import Profile
 from fxchimera.planner.table import Plan
 from fxchimera.runtime.agreement import Call, agree
@@ -64,9 +64,9 @@ class Pipeline:
         self._model, self._world = model, world
         self._names = first.captured.parameters
         self._costs = plan.costs
-        self._sizes = {name: model.get_parameter(aliases[0]).nbytes for name, aliases in self._names.items()}
-        self._orders = Orders.of(order, first.plan, self._costs, self._sizes)
-        agree(world, "plan", repr(first.plan) + self._orders.step.digest() + repr(self._sizes))
+        sizes = {name: model.get_parameter(aliases[0]).nbytes for name, aliases in self._names.items()}
+        self._orders = Orders.of(order, first.plan, self._costs, sizes)
+        agree(world, "plan", repr(first.plan) + self._orders.step.digest() + repr(sizes))
         self._owner = owner_process(model, first.plan, self._names, order.placement)
         self._engine = Engine(model, first, self._orders, world)
         self._preparation = Preparation(
@@ -213,7 +213,7 @@ class Pipeline:
 
     def trace(self, path: str | Path) -> None:
         """Write the predicted and measured steps as Chrome JSON for Perfetto (rank 0 writes)."""
-        text = Drawing(self._timelines()).to_chrome()
+        text = self.draw().to_chrome()
         if self._world.process == 0:
             Path(path).write_text(text)
 
@@ -248,12 +248,11 @@ class Pipeline:
             agree_on_rounds(self._world, list(self._engine.owned.items()), rounds)
             job = self._preparation.job(Call.STEP, args, kwargs, target, order=self._orders.step, steps=(self._step,))
             found = profile_pipeline(self._model, self._engine, self._attempts, self._world, job, rounds=rounds)
-            self.plan = measured_plan(self.plan, found.measurement)
-            sent = self._world.num_processes > 1  # between threads, parameters and their gradients are not
-            self._costs = with_exchange(self.plan, self._sizes) if sent else self.plan.costs
-            self._timeline = found.timeline
+            threads = self._world.num_processes == 1
+            self.plan = measured_plan(self.plan, found.measurement, shared=threads)
+            self._costs, self._timeline = self.plan.costs, found.timeline
         predicted = simulate(self._orders.step, self._costs).makespan
-        return Profile.of(found.measurement, self.plan, predicted, found.seconds, shared=not sent)
+        return Profile.of(found.measurement, self.plan, predicted, found.seconds, shared=threads)
 
     # ------------------------------------------------------------------ end
 

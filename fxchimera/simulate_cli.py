@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -86,11 +87,16 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
 
 def _numbers(text: str) -> tuple[float, ...]:
     """Numbers with commas between them."""
-    return tuple(float(part) for part in text.split(","))
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number, nor numbers with commas between them") from None
 
 
 def _costs(args: argparse.Namespace, stages: int) -> Costs:
     """The costs of so many stages; numbers given for D stages are divided where a rank holds several chunks."""
+    if args.stages < 1:
+        raise ScheduleError(f"--stages must be at least 1, got {args.stages}")
     given = {"--forward": args.forward, "--input-grad": args.input_grad, "--weight-grad": args.weight_grad}
     for option, numbers in given.items():
         if len(numbers) not in (1, args.stages):
@@ -128,7 +134,11 @@ def _read(name: str) -> Order:
     path = Path(name)
     if not path.is_file():
         raise ScheduleError(f"{name!r} is neither a schedule ({', '.join(schedules())}, auto) nor a file")
-    order = read_order(path.read_text(encoding="utf-8"), path.name)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"cannot read {name}: {error}") from None
+    order = read_order(text, path.name)
     check(order if order.is_lowered else lower(order))
     return order
 
@@ -141,9 +151,9 @@ def _simulate(args: argparse.Namespace) -> int:
     if args.svg is not None:
         from fxchimera.view.svg import gantt
 
-        args.svg.write_text(gantt(simulate(row.order, row.costs)), encoding="utf-8")
+        _write(args.svg, gantt(simulate(row.order, row.costs)))
     if args.csv is not None:
-        args.csv.write_text(row.order.to_csv(), encoding="utf-8")
+        _write(args.csv, row.order.to_csv())
     if args.json:
         _say(json.dumps(found))
         return 0
@@ -158,8 +168,17 @@ def _simulate(args: argparse.Namespace) -> int:
     return 0
 
 
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ScheduleError(f"cannot write {path}: {error.strerror}") from None
+
+
 def _exchanged(row: _Row, seconds: float) -> float:
     """Makespan of the lowered order with the mirrors' gradients going to their owners, beside the computations."""
+    if not 0 < seconds < math.inf:
+        raise ScheduleError(f"--exchange must be finite and not negative, got {seconds}")
     place = row.order.placement
     edges = []
     for stage in range(place.num_stages):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from tests.local.toys import chain, data, seeded, wrapped
 from tests.local.wrapped import step, wrap
 from tests.models import MODELS
 from tests.sleeping import slow_chain
-from tests.workers import Caught, caught, owned_gradients, rank
+from tests.workers import Caught, caught, owned_gradients, rank, threads
 
-__all__ = ["differ", "measured_and_trained", "planned_anew"]
+__all__ = ["broken_backward", "differ", "measured_and_trained", "planned_anew"]
 
 
 def measured_and_trained(name: str, stages: int, n: int, schedule: str) -> dict[str, Any]:
@@ -56,3 +58,30 @@ def differ() -> tuple[Caught, Caught, float]:
         rounds = caught(lambda: pipe.profile(x, target=y, rounds=1 + rank()))
         calls = caught(lambda: pipe.step(x, target=y) if rank() else pipe.profile(x, target=y, rounds=1))
         return rounds, calls, pipe.profile(x, target=y, rounds=1).measured
+
+
+class _Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("planted mistake")
+
+
+class _Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Broken.apply(self.linear(x))
+
+
+def broken_backward() -> tuple[Caught, list[str]]:
+    """The second stage cannot be timed, so no pipeline is made."""
+    x, _ = data(8)
+    model = seeded(lambda: nn.Sequential(nn.Linear(6, 6), _Last()))
+    options: dict[str, Any] = {"num_stages": 2, "n_microbatches": 2, "schedule": "1f1b", "split_points": ["1"], "profile": True}
+    return caught(lambda: wrapped(model, x, **options)), threads()

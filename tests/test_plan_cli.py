@@ -122,6 +122,20 @@ def test_a_cap_is_kept_or_refused(here, capsys):
     assert [need["cap"] for need in per_rank["memory"]] == [2**30, 2**30, 10**6, 2**30]
 
 
+def test_recomputation_by_hand(here, capsys):
+    """A chain of linear layers keeps every layer's input; a stage that recomputes, what enters it or its parts."""
+    options = ["plan_builders:pair", "--schedule", "1f1b", "--stages", "2", "--split-points", "4", "--json", "--recompute"]
+    plain = json.loads(plan(capsys, *options, "none"))["stages"]
+    mixed = json.loads(plan(capsys, *options, "none,full"))["stages"]
+    assert [stage["recompute"] for stage in mixed] == ["none", "full"]
+    assert mixed[0]["activation_bytes"] == plain[0]["activation_bytes"]
+    assert mixed[1]["activation_bytes"] < plain[1]["activation_bytes"]
+    extra = mixed[1]["backward_seconds"] - mixed[1]["recompute_seconds"]
+    assert extra == pytest.approx(plain[1]["backward_seconds"])
+    assert 'stage 1 recomputes "full"' in plan(capsys, *[o for o in options if o != "--json"], "full")
+    assert "recompute must be" in plan(capsys, *options, "some", status=1)
+
+
 def test_formulas(here, capsys):
     found = json.loads(plan(capsys, "plan_builders:pair", "--json", "--stages", "2", "--symbolic"))["formulas"]
     flops = [8 * 2 * 16 * 16, *(int(row["flops"].removesuffix("*batch")) for row in found)]

@@ -64,7 +64,8 @@ def step(pipe: Pipeline, example: Example) -> Tensor:
 
 
 def train(
-    name: str, stages: int, n: int, schedule: str, *, dropout: float = 0.2, skew: bool = False, state: Any = None
+    name: str, stages: int, n: int, schedule: str, *, dropout: float = 0.2, skew: bool = False, state: Any = None,
+    recompute: Any = "auto",
 ) -> dict[str, Any]:
     """Three optimizer steps with clipping; returns losses, first gradients, norms and the full state (rank 0's).
 
@@ -74,7 +75,7 @@ def train(
     if skew:
         example = example._replace(model=MODELS[name](seed=rank(), dropout=dropout).model)
     losses, norms, gradients = [], [], {}
-    with wrap(example, stages, n, schedule) as pipe:
+    with wrap(example, stages, n, schedule, recompute=recompute) as pipe:
         if state is not None:
             pipe.load_state_dict(state if rank() == 0 else {})
         start = pipe.state_dict()

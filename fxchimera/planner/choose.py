@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from fxchimera.planner.caps import readable_bytes
 from fxchimera.planner.link import Measures
 from fxchimera.planner.memory import Holdings, RankMemory, Sizes, holdings, rank_memory
-from fxchimera.planner.relief import Relief, what_was_tried
 from fxchimera.planner.pace import makespan_of
+from fxchimera.planner.relief import Relief, what_was_tried
 from fxchimera.planner.table import costs_of
 from fxchimera.schedule.order import Order
 from fxchimera_passes.captured import Captured
@@ -123,11 +123,12 @@ class Memory:
         if need.activations + need.messages > 0.05 * need.total:
             advice.append("smaller micro-batches (a larger n_microbatches for the same batch)")
             advice += ['recompute="auto"'] if relief is None else []
+        tried = what_was_tried(need, stages) if relief is not None else ""
         if need.mirrors:
             advice.append('a schedule with one copy of the weights ("1f1b")')
         return (
             f"no cut into {len(stages)} stages was found that fits: rank {rank} needs {readable_bytes(need.total)} "
             f"({need.total} bytes) and may have {readable_bytes(cap)} ({cap} bytes): parameters, gradients and optimizer "
             f"state {readable_bytes(own)}{mirrors}, activations {readable_bytes(need.activations)}, messages "
-            f"{readable_bytes(need.messages)}{what_was_tried(need, stages) if relief is not None else ''}. Use {', or '.join(advice)}"
+            f"{readable_bytes(need.messages)}{tried}. Use {', or '.join(advice)}"
         )

@@ -27,6 +27,7 @@ def plan_as_dict(plan: Plan) -> dict[str, object]:
             for stage, span in zip(plan.stages, plan.spans, strict=True)
         ],
         "memory": [{**need.as_dict(), "cap": cap} for need, cap in zip(plan.memory, caps, strict=True)],
+        "step_seconds": plan.step_seconds,
         "certificate": {**certificate.as_dict(), "bubble_share": share},
         "notes": list(plan.cut.notes),
         "report": _report_as_dict(plan),

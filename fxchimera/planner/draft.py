@@ -23,6 +23,7 @@ from fxchimera.schedule.placement import one_way
 from fxchimera_passes.capture import capture
 from fxchimera_passes.captured import Captured
 from fxchimera_passes.cost import NodeCosts, analytic, measured
+from fxchimera_passes.deferrable import with_deferrable
 from fxchimera_passes.plan import StagePlan
 
 __all__ = ["Auto", "Draft", "arrange", "draft"]
@@ -109,7 +110,7 @@ def draft(
         costs = analytic(captured)
     return arrange(
         captured,
-        costs,
+        with_deferrable(captured, costs),
         order,
         split_points=split_points,
         memory=memory,

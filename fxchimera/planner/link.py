@@ -3,8 +3,8 @@
 Without a measurement these are constants, so that two runs make the same cut.  They go with where the seconds of operators come
 from:
 
-    estimated              the machine of ``fxchimera_passes.analytic``: a message is read once and written once at its bandwidth.
-                           No latency, as its operators have none; the same for threads and processes, so both get one plan
+    estimated              the links of the machine of ``fxchimera_passes.analytic``; no latency, as its operators have none.  The
+                           same for threads and processes, so both get one plan
     measured, threads      what ``pipe.profile()`` found on 2 cores: tensors are handed over, not copied
     measured, processes    the same over gloo on one host; with an accelerator, a network of 400 Gb/s for each
 """
@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 
 from fxchimera.errors import FxChimeraError
-from fxchimera_passes.analytic import BYTES_PER_SECOND
+from fxchimera_passes.analytic import LINK_BYTES_PER_SECOND
 
 __all__ = ["Link", "Measures"]
 
@@ -47,7 +47,7 @@ class Measures:
         link: Messages between ranks.
         split_price: What the two halves of a backward take beyond the whole, as a share of it (3 to 5 % of a transformer layer on a
             CPU: benchmarks/split.py).
-        input_share: The input gradient's share of the two halves.
+        input_share: The input gradient's share of the two halves, where nothing else is known of a stage.
         split_forward: What a forward takes beyond its seconds where its backward is split, as a share of them.
     """
 
@@ -74,13 +74,20 @@ class Measures:
                 f"split_price={self.split_price}, input_share={self.input_share}, split_forward={self.split_forward}"
             )
 
-    def halves(self, forward: float, backward: float) -> tuple[float, float]:
-        """Seconds of the input and of the weight gradient of a stage; what splitting adds to its forward is charged to them."""
+    def halves(self, forward: float, backward: float, deferrable: float | None = None) -> tuple[float, float]:
+        """Seconds of the input and of the weight gradient of a stage; what splitting adds to its forward is charged to them.
+
+        ``deferrable`` are the seconds of the backward that are for weights whose gradients can be put off; None: not known, so
+        ``input_share`` counts.  Where it is 0, a split backward is a whole one and nothing.
+        """
+        if deferrable == 0.0 or backward == 0.0:
+            return backward, 0.0
         both = (1.0 + self.split_price) * backward + self.split_forward * forward
-        return self.input_share * both, (1.0 - self.input_share) * both
+        first = self.input_share if deferrable is None else 1.0 - deferrable / backward
+        return first * both, (1.0 - first) * both
 
 
-_ESTIMATED = Link(0.0, BYTES_PER_SECOND / 2)
+_ESTIMATED = Link(0.0, LINK_BYTES_PER_SECOND)
 _THREADS = Link(1.3e-5, 3.6e10)
 _NETWORK = Link(2e-5, 5e10)
 _LINKS = {"cpu": Link(2e-4, 1.5e9)}  # between processes

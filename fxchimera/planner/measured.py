@@ -10,27 +10,30 @@ A node by itself is timed with what calling it costs, which within a stage is ha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 
 from fxchimera.planner.caps import Cap
 from fxchimera.planner.draft import Auto, Draft, arrange
 from fxchimera.planner.link import Link, Measures
-from fxchimera.planner.pace import makespan_of
+from fxchimera.planner.pace import step_seconds
 from fxchimera.planner.relief import AUTO, Recompute
 from fxchimera.planner.table import Plan, costs_of
 from fxchimera.schedule.certificate import certify
 from fxchimera.schedule.measurement import Measurement, StageTimes
-from fxchimera.schedule.mirrors import sync_edges
 from fxchimera.schedule.order import Order
-from fxchimera.schedule.profile import Costs
+from fxchimera.schedule.profile import Costs, SyncEdge
 from fxchimera_passes.cost import NodeCosts
 from fxchimera_passes.plan import Stage, StagePlan
 
-__all__ = ["calibrated", "costs_by_stage", "measured_plan", "measures_of", "replanned", "with_exchange"]
+__all__ = ["calibrated", "costs_by_stage", "measured_plan", "measures_of", "replanned"]
 
 
-def costs_by_stage(stages: Sequence[Stage], found: Measurement) -> Costs:
-    """Return the schedule's view of stages that were measured."""
+def costs_by_stage(stages: Sequence[Stage], found: Measurement, sync: tuple[SyncEdge, ...] = (), *, shared: bool = False) -> Costs:
+    """Return the schedule's view of stages that were measured.
+
+    ``sync`` is what mirrors and owners exchange; where ranks are threads that share memory (``shared``) its bytes do not travel.
+    """
     halves = [times.halves for times in found.stages]
     return Costs(
         forward=tuple(times.forward for times in found.stages),
@@ -40,20 +43,23 @@ def costs_by_stage(stages: Sequence[Stage], found: Measurement) -> Costs:
         latency=found.latency,
         bytes_per_second=found.bytes_per_second,
         boundary_bytes=tuple(stage.sent_bytes for stage in stages[:-1]),
+        sync=sync,
+        sync_bytes_per_second=math.inf if shared else found.bytes_per_second,
     )
 
 
-def measures_of(found: Measurement) -> Measures:
+def measures_of(found: Measurement, stages: Sequence[Stage]) -> Measures:
     """Return what the stages and links together say of any cut of the model on this machine."""
-    forward, split, whole, first, second = (
-        sum(column) for column in zip(*(dataclasses.astuple(times) for times in found.stages), strict=True)
-    )
+    times = found.stages
+    again = sum(map(_again, stages, times))
+    forward, whole = sum(one.forward for one in times), sum(one.backward for one in times) - again
+    first, second = sum(one.input_grad for one in times) - again, sum(one.weight_grad for one in times)
     both = first + second
     return Measures(
         link=Link(found.latency, found.bytes_per_second),
-        split_price=max(0.0, both / whole - 1.0) if whole else 0.0,
-        input_share=first / both if both else 0.5,
-        split_forward=max(0.0, split / forward - 1.0) if forward else 0.0,
+        split_price=max(0.0, both / whole - 1.0) if whole > 0.0 else 0.0,
+        input_share=max(0.0, first / both) if both > 0.0 else 0.5,
+        split_forward=max(0.0, sum(one.split_forward for one in times) / forward - 1.0) if forward else 0.0,
     )
 
 
@@ -68,9 +74,14 @@ def calibrated(cut: StagePlan, shares: NodeCosts, found: Sequence[StageTimes]) -
         own = [name for name in stage.nodes if name not in scaled]  # the others are computed again, and are cheap
         scaled.update(own)
         _scale(forward, own, times.forward)
-        again = times.forward * stage.recompute_seconds / stage.forward_seconds if stage.forward_seconds else 0.0
-        _scale(backward, own, max(0.0, times.backward - again))
+        _scale(backward, own, times.backward - _again(stage, times))
     return NodeCosts(forward, backward)
+
+
+def _again(stage: Stage, times: StageTimes) -> float:
+    """Seconds of a measured backward in which a part of the forward runs again: the part that the plan says."""
+    part = stage.recompute_seconds / stage.forward_seconds if stage.forward_seconds else 0.0
+    return min(part * times.forward, times.backward)
 
 
 def _scale(seconds: dict[str, float], names: Sequence[str], wanted: float) -> None:
@@ -79,24 +90,21 @@ def _scale(seconds: dict[str, float], names: Sequence[str], wanted: float) -> No
         seconds[name] = seconds.get(name, 0.0) * wanted / present if present else wanted / len(names)
 
 
-def measured_plan(plan: Plan, found: Measurement) -> Plan:
-    """Return the plan with the measured seconds in its stages, costs and certificate."""
+def measured_plan(plan: Plan, found: Measurement, *, shared: bool) -> Plan:
+    """Return the plan with the measured seconds in its stages, costs and certificate; ``shared``: its ranks are threads."""
     stages = tuple(
-        dataclasses.replace(stage, forward_seconds=times.forward, backward_seconds=times.backward)
+        dataclasses.replace(
+            stage, forward_seconds=times.forward, backward_seconds=times.backward, recompute_seconds=_again(stage, times)
+        )
         for stage, times in zip(plan.stages, found.stages, strict=True)
     )
     seconds = [stage.cost_seconds for stage in stages]
     cut = dataclasses.replace(
         plan.cut, stages=stages, bottleneck_seconds=max(seconds), bound_seconds=min(max(seconds), sum(seconds) / len(seconds))
     )
-    costs = costs_by_stage(stages, found)
-    return dataclasses.replace(plan, cut=cut, costs=costs, certificate=certify(plan.order, costs), measures=measures_of(found))
-
-
-def with_exchange(plan: Plan, sizes: Mapping[str, int]) -> Costs:
-    """Return the plan's costs with what mirrors and owners exchange; ``sizes`` are the parameters' bytes."""
-    edges = sync_edges(plan.cut, plan.placement, sizes)
-    return dataclasses.replace(plan.costs, sync=edges, sync_bytes_per_second=plan.costs.bytes_per_second)
+    costs = costs_by_stage(stages, found, plan.costs.sync, shared=shared)
+    certificate, measures = certify(plan.order, costs), measures_of(found, plan.stages)
+    return dataclasses.replace(plan, cut=cut, costs=costs, certificate=certificate, measures=measures)
 
 
 def replanned(
@@ -109,13 +117,17 @@ def replanned(
     memory: Cap | Sequence[Cap] | None = None,
     optimizer_values: float = 2.0,
     recompute: Recompute = AUTO,
+    shared: bool = False,
 ) -> Draft:
     """Plan the recording of ``made`` again, from what its stages and their nodes took; it stays as it is where no plan is sooner.
+
+    ``shares`` has all the nodes of a stage or none; then those are estimated that ``made`` was planned with.
 
     Raises:
         PartitionError: It cannot be cut within ``memory``.
     """
-    measures, costs = measures_of(found), calibrated(made.cut, shares, found.stages)
+    known = NodeCosts({**made.costs.forward, **shares.forward}, {**made.costs.backward, **shares.backward})
+    measures, costs = measures_of(found, made.cut.stages), calibrated(made.cut, known, found.stages)
     again = arrange(
         made.captured,
         costs,
@@ -126,7 +138,8 @@ def replanned(
         recompute=recompute,
         measures=measures,
     )
-    plan = measured_plan(made.plan, found)
-    if makespan_of(again.order)(costs_of(again.cut.stages, measures)) < makespan_of(made.order)(costs_of(plan.stages, measures)):
+    plan = measured_plan(made.plan, found, shared=shared)
+    as_before = costs_of(plan.stages, measures, plan.costs.sync)
+    if step_seconds(again.order, again.plan.costs) < step_seconds(made.order, as_before):
         return again
     return dataclasses.replace(made, costs=costs, cut=plan.cut, plan=plan)

@@ -51,9 +51,9 @@ def reliefs(recompute: Recompute, captured: Captured, costs: NodeCosts, *, cappe
     modes = understood(recompute)
     if recompute == AUTO:
         return (None, Relief(Recomputation.of(captured, costs), None)) if capped else (None,)
-    if all(mode == NONE for mode in modes):
+    if recompute == NONE:
         return (None,)
-    return (Relief(Recomputation.of(captured, costs), modes if not isinstance(recompute, str) else recompute),)
+    return (Relief(Recomputation.of(captured, costs), recompute if isinstance(recompute, str) else modes),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fxchimera.planner.caps import readable_bytes
 from fxchimera.planner.link import Measures
 from fxchimera.planner.memory import RankMemory
+from fxchimera.planner.pace import step_seconds
 from fxchimera.planner.rows import Rows, as_html, as_text
 from fxchimera.planner.spans import spans_of
 from fxchimera.schedule.certificate import Certificate, certify
@@ -107,16 +108,22 @@ class Plan:
         """How far the heaviest stage is from the proven bound of any legal cut (0.05 is 5 %)."""
         return self.cut.gap
 
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of a step, what mirrors and owners exchange included, which the certificate leaves out."""
+        return step_seconds(self.order, self.costs)
+
     def __str__(self) -> str:
         stages, ranks = as_text(self._stage_rows()), as_text(self._rank_rows())
-        return "\n".join([self._title(), *stages, *self._recomputed(), "", self._memory_title(), *ranks, "", str(self.certificate)])
+        lines = [self._title(), *stages, *self._recomputed(), "", self._memory_title(), *ranks, "", str(self.certificate)]
+        return "\n".join([*lines, *self._exchange()])
 
     __repr__ = __str__  # a shell shows the table, not the records behind it
 
     def _repr_html_(self) -> str:
         tables = ((self._title(), self._stage_rows()), ("\n".join([*self._recomputed(), self._memory_title()]), self._rank_rows()))
         shown = "".join(f"<p>{html.escape(title)}</p>{as_html(rows)}" for title, rows in tables)
-        return f"{shown}<p>{html.escape(str(self.certificate))}</p>"
+        return shown + "".join(f"<p>{html.escape(line)}</p>" for line in (str(self.certificate), *self._exchange()))
 
     def _title(self) -> str:
         place = self.placement
@@ -125,6 +132,11 @@ class Plan:
             f"schedule {self.schedule}; "
             f"heaviest stage within {100 * self.gap:.1f} % of the proven bound"
         )
+
+    def _exchange(self) -> list[str]:
+        size = sum(edge.bytes for edge in self.costs.sync)
+        what = f"{readable_bytes(size)} of parameters that mirrors get, and of gradients that they give back"
+        return [f"a step takes {self.step_seconds:.6g} s with {what}"] if self.costs.sync else []
 
     def _recomputed(self) -> list[str]:
         """A line for each stage that computes a part of its forward again."""
@@ -197,7 +209,9 @@ def costs_of(stages: Sequence[Stage] | Sequence[Load], measures: Measures | None
     halves = [
         (stage.recompute_seconds + first, second)  # what is run again, is run for the input gradient
         for stage in stages
-        for first, second in [known.halves(stage.forward_seconds, stage.backward_seconds - stage.recompute_seconds)]
+        for first, second in [
+            known.halves(stage.forward_seconds, stage.backward_seconds - stage.recompute_seconds, stage.deferrable_seconds)
+        ]
     ]
     return Costs(
         forward=tuple(stage.forward_seconds for stage in stages),

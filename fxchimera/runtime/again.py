@@ -73,7 +73,8 @@ class _Slot:
     __slots__ = ("__weakref__", "frame", "tensor")
 
     def __init__(self, frame: _Frame, tensor: Tensor) -> None:
-        self.frame, self.tensor = frame, tensor
+        self.frame = frame
+        self.tensor: Tensor | None = tensor
 
 
 class _Done(BaseException):
@@ -116,7 +117,10 @@ class _Frame:
 
     def _second(self) -> None:
         if self._versions != [_torch.version(tensor) for tensor in tensors_in(self._args)]:
-            raise FxChimeraError("a value that enters a recomputed part of the model was written in place after it was read there")
+            raise FxChimeraError(
+                "a value that enters a recomputed part of the model was written in place after it was read there, which the "
+                'recording did not show. Use recompute="none"'
+            )
         args = tuple(_each_tensor(_alias, value) for value in self._args or ())
         try:
             with saved_tensors_hooks(self._fill, _same):
@@ -126,22 +130,20 @@ class _Frame:
                     self._keeping.run(self._body, args, second=True)
         except _Done:
             return
+        calls = [str(node.target) for node in self._body.graph.nodes if node.op == "call_module"] or ["operations"]
         raise FxChimeraError(
-            f"a recomputed part of the model ({', '.join(sorted(self._names()))}) saved {len(self._slots)} tensors for its backward the "
+            f"a recomputed part of the model ({calls[0]} to {calls[-1]}) saved {len(self._slots)} tensors for its backward the "
             f'first time and {self._filled} the second: its forward is not a function of its inputs. Use recompute="none"'
         )
 
-    def _names(self) -> set[str]:
-        return {str(node.target) for node in self._body.graph.nodes if node.op == "call_module"} or {"operations"}
-
     def _fill(self, tensor: Tensor) -> Tensor:
-        slot = self._slots[self._filled]()
+        slot, value = self._slots[self._filled](), tensor.detach()  # an operator's result, saved with its past, would be a cycle
         self._filled += 1
         if slot is not None:
-            slot.tensor = tensor.detach()  # not of the second graph, which nobody wants
+            slot.tensor = value
         if self._filled == len(self._slots):
             raise _Done
-        return tensor
+        return value
 
 
 class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]

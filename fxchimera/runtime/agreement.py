@@ -35,13 +35,13 @@ class Call(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Generic[_T]):
-    """A prepared batch: words for what must agree exactly, its values and the recordings, and a description for the error."""
+    """A prepared batch: words for what must agree exactly, its values and the recordings, and what describes it in an error."""
 
     value: _T
     signature: int
     content: int
     cut: int
-    description: str
+    description: Callable[[], str]
 
 
 def agree(world: World, what: str, text: str) -> None:
@@ -79,7 +79,7 @@ def agree_on_batch(world: World, call: Call, prepare: Callable[[], Prepared[_T]]
     if any(other[0] != words[0][0] for other in words):
         return agree_on_batch(world, call, prepare, settle(), lambda: 0)
     if any(other != words[0] for other in words) or error is not None:
-        description = prepared.description if prepared is not None else f"{type(error).__name__}: {error}"
+        description = prepared.description() if prepared is not None else f"{type(error).__name__}: {error}"
         descriptions = world.gather_objects(description, "descriptions of the batch") if world.num_processes > 1 else [description]
         if error is not None:
             raise error

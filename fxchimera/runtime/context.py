@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -14,19 +15,21 @@ __all__ = ["CallerContext", "without_autocast"]
 _T = TypeVar("_T")
 
 
+@functools.cache
 def _device_types() -> tuple[str, ...]:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
-@contextlib.contextmanager
-def without_autocast() -> Iterator[None]:
+def without_autocast() -> contextlib.AbstractContextManager[object]:
     """Run a backward as after the caller's autocast region, where torch wants it to run."""
-    with contextlib.ExitStack() as stack:
-        for kind in _device_types():
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+    enabled = [kind for kind in _device_types() if torch.is_autocast_enabled(kind)]
+    if not enabled:
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    for kind in enabled:
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
 
 
 class CallerContext:

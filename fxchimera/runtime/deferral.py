@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from fxchimera.errors import FxChimeraError
 from fxchimera.runtime.operators import Operands, OperatorMode, deferrable
+from fxchimera_passes._torch import run_backward
 
 __all__ = ["Deferral"]
 
@@ -55,7 +56,7 @@ class Deferral(OperatorMode):
         """Run a backward that leaves the deferred weight gradients out and queues them."""
         self._collecting = True
         try:
-            torch.autograd.backward(roots, gradients)
+            run_backward(roots, gradients)
         finally:
             self._collecting = False
         self._used = {id(p): p for work, _ in self._queue for p in work.parameters}
@@ -66,7 +67,7 @@ class Deferral(OperatorMode):
         parameters, self._used = self.parameters, {}
         if queue:
             outputs = [work.output for work, _ in queue]
-            torch.autograd.backward(outputs, [gradient for _, gradient in queue], inputs=parameters)
+            run_backward(outputs, [gradient for _, gradient in queue], parameters)
 
     def queue(self, work: _Work, gradient: Tensor) -> None:
         """Keep an operator for W.
@@ -119,7 +120,7 @@ class _Work:
         self._deferral.queue(self, gradient)
         if not leaves:
             return ()
-        return torch.autograd.grad([self.output], leaves, [gradient], retain_graph=True, allow_unused=True)
+        return run_backward([self.output], [gradient], leaves, keep_graph=True, add=False)
 
 
 class _Deferred(torch.autograd.Function):

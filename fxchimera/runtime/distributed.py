@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroupGloo  # type: ignore[attr-defined]
 from fxchimera.errors import PipelineError
 from fxchimera.runtime.failure import Cause, Failure
 from fxchimera.runtime.groups import connect, open_devices
-from fxchimera.runtime.message import Key, Parcel, Payload, message_bytes, unpack
+from fxchimera.runtime.message import Key, Parcel, Payload
 from fxchimera.runtime.receivepool import ReceivePool
 from fxchimera.runtime.sharedfailure import SharedFailure, resolve_cause
 from fxchimera.runtime.transport import Channel, Expected
@@ -40,6 +40,7 @@ _CLOSE_SECONDS = 5.0
 _JOIN_SECONDS = 0.05
 _RARE = ("P", "G")  # flows of few large messages, for which no buffer is kept
 _UNWATCHED = 4  # sends of a channel that nobody waits for yet
+_STAND_BACK_SECONDS = 0.0003  # the rank's thread wakes and takes the interpreter, before a helper goes on to the next message
 _AHEAD = 2  # receives of a channel that are started and not done: the next one is there while a message is handed over
 
 
@@ -121,7 +122,7 @@ class _Receiver(_Helper):
 
     def __init__(self, channel: Channel, group: ProcessGroupGloo, failure: Failure, peer: int, room: int) -> None:
         super().__init__(channel, group, failure, peer)
-        self.pool = ReceivePool(room if channel[2] not in _RARE else 0)
+        self.pool = ReceivePool(room + _AHEAD if channel[2] not in _RARE else 0)
         self.arrived: queue.SimpleQueue[tuple[Expected, torch.Tensor]] = queue.SimpleQueue()
         self._begun: deque[tuple[Expected, torch.Tensor, dist.Work]] = deque()
 
@@ -130,6 +131,7 @@ class _Receiver(_Helper):
             expected, buffer, work = self._begun[0]  # stays there: after a failure gloo may still write into it
             work.wait()
             self.arrived.put((expected, buffer))
+            time.sleep(_STAND_BACK_SECONDS)
             self._begun.popleft()
             del expected, buffer, work
 
@@ -143,7 +145,7 @@ class _Receiver(_Helper):
             if task is None:
                 return False
             if self._failure.cause is None:
-                buffer = self.pool.take(message_bytes(task.metas))
+                buffer = self.pool.take(task.form.bytes)
                 work = self.group.recv([buffer], self.other, _tag(task.key))
                 self._begun.append((task, buffer, work))
         return True
@@ -184,7 +186,7 @@ class DistributedTransport:
                 self._senders[channel] = _Sender(channel, group, failure, channel[1])
             else:
                 group.recv(first, 1 - group.rank(), 0).wait()
-                self._receivers[channel] = _Receiver(channel, group, failure, channel[0], room.get(channel, _AHEAD))
+                self._receivers[channel] = _Receiver(channel, group, failure, channel[0], room.get(channel, 0))
         for helper in (*self._senders.values(), *self._receivers.values()):
             helper.start()
 
@@ -211,7 +213,7 @@ class DistributedTransport:
         expected, buffer = self._failure.wait(arrived, what)
         if expected.key != key:
             raise PipelineError(f"{what}: expected {key}, but {expected.key} was announced in its place")
-        return unpack(key, buffer, expected.metas)
+        return expected.form.unpack(key, buffer)
 
     def close(self) -> None:
         """Let every helper finish what it has and end, and destroy the groups."""

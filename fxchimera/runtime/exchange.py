@@ -74,8 +74,9 @@ class Exchange:
 
     def note_statistics(self, replica: Replica, step: int) -> None:
         """Take the batch-norm statistics off a replica that has seen its micro-batches."""
-        moments = self._deltas.setdefault((replica.pipe, replica.stage), {})
-        moments.update({(step, microbatch): deltas for microbatch, deltas in replica.deltas.items()})
+        moments = {(step, microbatch): deltas for microbatch, deltas in replica.deltas.items() if deltas}
+        if moments:
+            self._deltas.setdefault((replica.pipe, replica.stage), {}).update(moments)
         replica.deltas.clear()
 
     def conclude(self, *, hooks: bool = True) -> None:

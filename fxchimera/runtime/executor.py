@@ -21,11 +21,12 @@ from fxchimera.runtime.message import Key, Payload
 from fxchimera.runtime.position import Position
 from fxchimera.runtime.program import Program
 from fxchimera.runtime.replica import Replica
+from fxchimera.runtime.script import Cue, Message, Script, Scripts
 from fxchimera.runtime.timed import Timed
 from fxchimera.runtime.transport import Expected, Transport
 from fxchimera.runtime.wrongpath import WrongPaths
 from fxchimera.schedule.action import Action, Kind
-from fxchimera.schedule.channel import channel, peer
+from fxchimera.schedule.channel import channel
 from fxchimera.schedule.placement import Placement
 from fxchimera_passes._torch import profiling
 from fxchimera_passes.captured import TensorMeta
@@ -52,6 +53,7 @@ class Executor:
         self._placement = placement
         self._transport = transport
         self._failure = failure
+        self._scripts = Scripts(rank, placement, replicas)
 
     def run(self, job: Job) -> Result:
         """Run this rank's actions of ``job.order``; the gradients wait in the exchange for its ``commit`` or ``abandon``.
@@ -60,12 +62,15 @@ class Executor:
             PipelineError: An action failed here or on another rank; the message names the first cause.
         """
         run = _Run(self.rank, self._placement, self.replicas, self.exchange, self._transport, job)
+        failure = self._failure
         try:
-            run.begin()
-            for action in job.order.ranks[self.rank]:
-                self._failure.check()
-                run.act(action)
-            run.finish()
+            script = self._scripts.of(job.order, job.programs)
+            run.begin(script)
+            for cue in script.cues:
+                if failure.cause is not None:
+                    failure.check()
+                run.act(cue)
+            run.finish(script)
         except Exception as error:
             raise self._blame(error, run) from error
         except BaseException as interruption:  # Ctrl-C stays what it is, but the other ranks hear of it
@@ -96,86 +101,83 @@ class _Run:
         self.position = Position(rank, None, placement)
         self._rank, self._placement, self._replicas = rank, placement, replicas
         self._exchange, self._transport, self._job = exchange, transport, job
-        self._actions = job.order.ranks[rank]
         self._outbox: dict[Key, Payload] = {}
         self._losses: dict[int, torch.Tensor] = {}
         self._refreshes: dict[int, list[Action]] = {}
-        ends = [a for a in self._actions if a.kind in (Kind.B, Kind.W)]
-        self._last_backward = {(placement.pipe_of[_mb(a)], a.stage): a for a in ends}
-        self._split = {(a.stage, a.microbatch) for a in ends if a.kind is Kind.W}
         self._deferred_norms = len(placement.pipes) > 1
         self._wrong = WrongPaths(rank, job, self.result)
         self._profiled = profiling()
+        self._computes = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weight_part}
 
-    def begin(self) -> None:
+    def begin(self, script: Script) -> None:
         """Post all receives and set earlier gradients aside."""
         if self._job.train:
             self._exchange.begin()
             for (pipe, _), replica in self._replicas.items():
                 replica.begin(self._placement.microbatches(pipe))
         self._exchange.alias_local()
-        expected = []
-        for action in self._actions:
-            if action.kind.is_recv and (metas := self._metas(action)):
-                expected.append(Expected(channel(action, self._rank, self._placement), Key.of(action), metas))
-            if action.kind is Kind.RECV_P:
-                self._refreshes.setdefault(action.stage, []).append(action)
-        self._mailbox = Mailbox(self._transport, expected)
+        for action in script.refreshes:
+            self._refreshes.setdefault(action.stage, []).append(action)
+        exchanged = [self._expected(action) for action in (*script.refreshes, *script.gradients)]
+        self._mailbox = Mailbox(self._transport, [*script.expected, *(one for one in exchanged if one.metas)])
 
-    def act(self, action: Action) -> None:
+    def act(self, cue: Cue) -> None:
         """Do one action."""
-        self.position = Position(self._rank, action, self._placement)
-        if action.kind.is_compute:
-            self._compute(action)
-        elif action.kind.is_send:
-            with self._timed(action):
-                self._send(action)
+        self.position = cue.position
+        if cue.replica is None:
+            with self._timed(cue.action):
+                self._send(cue)
+        elif cue.program is not None and cue.program.captured.assumed:
+            self._attempt(cue)
+        else:
+            self._computes[cue.action.kind.value](cue)
 
-    def finish(self) -> None:
+    def finish(self, script: Script) -> None:
         """Take what is still to come."""
         for stage in list(self._refreshes):
             self._refresh(stage)
         if not self._job.train:
             for replica in self._replicas.values():
                 self._exchange.note_statistics(replica, self._job.step)
-        for action in self._actions:
-            if action.kind is Kind.RECV_G:
-                self.position = Position(self._rank, action, self._placement)
-                assert action.peer is not None
-                with self._timed(action):
-                    payload = self._receive(action)
-                self._exchange.add_gradients(action.stage, action.peer, payload, self._moments(action.stage, action.peer))
+        for action in script.gradients:
+            self.position = Position(self._rank, action, self._placement)
+            assert action.peer is not None
+            with self._timed(action):
+                payload = self._receive(action)
+            self._exchange.add_gradients(action.stage, action.peer, payload, self._moments(action.stage, action.peer))
 
     # ------------------------------------------------------------------ computes
 
-    def _compute(self, action: Action) -> None:
-        computes = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._backward, Kind.W: self._weight_part}
-        if not self._wrong.attempt(action, computes[action.kind], self._take, self.position):
-            self._outbox.update(self._wrong.blanks(action))
-            if action.kind is not Kind.F:
-                self._close_after(action, self._replica(action))
+    def _attempt(self, cue: Cue) -> None:
+        """Do a computation of a micro-batch whose answers were assumed."""
+        with self._wrong.noticing(cue):
+            done = self._wrong.attempt(cue, self._computes[cue.action.kind.value], self._take)
+        if not done:
+            if cue.result is not None:
+                self._outbox[cue.result] = self._wrong.blanks(cue)
+            if cue.closes:
+                self._close(cue)
 
-    def _forward(self, action: Action) -> None:
-        microbatch, stage = _mb(action), action.stage
-        self._refresh(stage)
-        job = self._job
-        program, inputs = job.programs[microbatch], job.batch.microbatches[microbatch].inputs
-        split = (stage, microbatch) in self._split
+    def _forward(self, cue: Cue) -> None:
+        job, microbatch, program, replica = self._job, cue.microbatch, cue.program, cue.replica
+        assert program is not None and replica is not None
+        if self._refreshes:
+            self._refresh(cue.action.stage)
         received: Payload = []
-        if stage > 0:
-            received = self._take(Action(stage, Kind.RECV_F, microbatch))
-            if self._transport.shares_memory or self._stays(Action(stage, Kind.RECV_F, microbatch)):
+        if cue.reads is not None:
+            received = self._take(cue.reads)
+            if self._transport.shares_memory or cue.reads.stays:
                 # the stage may write into what it received, and the stage before needs it for its backward
                 received = [None if t is None else t.detach().clone(memory_format=torch.preserve_format) for t in received]
-        with self._timed(action), microbatch_randomness(job.seed, job.step, microbatch):
-            with self._wrong.noticing(microbatch):
-                outputs = self._replica(action).forward(
-                    microbatch, program, received, inputs, deferred_norms=self._deferred_norms, split=split
-                )
-            if stage == self._placement.num_stages - 1:
+        inputs = job.batch.microbatches[microbatch].inputs
+        with self._timed(cue.action), microbatch_randomness(job.seed, job.step, microbatch):
+            outputs = replica.forward(
+                microbatch, program, received, inputs, deferred_norms=self._deferred_norms, split=cue.split
+            )
+            if cue.result is None:
                 self._end_of_model(microbatch, program, outputs)
             else:
-                self._outbox[Key.of(Action(stage, Kind.SEND_F, microbatch))] = list(outputs)
+                self._outbox[cue.result] = [*outputs]
 
     def _end_of_model(self, microbatch: int, program: Program, outputs: list[torch.Tensor]) -> None:
         job = self._job
@@ -190,56 +192,59 @@ class _Run:
         if job.wants_outputs:
             self.result.outputs[microbatch] = output
 
-    def _backward(self, action: Action) -> None:
-        microbatch, stage = _mb(action), action.stage
-        is_last = stage == self._placement.num_stages - 1
-        received = [] if is_last else self._take(Action(stage, Kind.RECV_B, microbatch))
-        replica = self._replica(action)
-        seed = self._job.weights[microbatch] * self._job.loss_scale
-        with self._timed(action), microbatch_randomness(self._job.seed, self._job.step, microbatch):
-            loss = self._losses.pop(microbatch, None)
-            if not self._job.weights[microbatch]:
+    def _backward(self, cue: Cue) -> None:
+        job, microbatch, replica = self._job, cue.microbatch, cue.replica
+        assert replica is not None
+        received = [] if cue.reads is None else self._take(cue.reads)
+        weight = job.weights[microbatch]
+        with self._timed(cue.action), microbatch_randomness(job.seed, job.step, microbatch):
+            loss = self._losses.pop(microbatch, None) if cue.is_last else None
+            if not weight:
                 loss = None  # nothing in it counts; a mean over nothing has nan gradients, and 0 times nan is nan
-            gradients = replica.backward(microbatch, received, loss, seed)
-        if stage > 0:
-            self._outbox[Key.of(Action(stage, Kind.SEND_B, microbatch))] = gradients
-        self._close_after(action, replica)
+            gradients = replica.backward(microbatch, received, loss, weight * job.loss_scale)
+        if cue.result is not None:
+            self._outbox[cue.result] = gradients
+        if cue.closes:
+            self._close(cue)
 
-    def _weight_part(self, action: Action) -> None:
-        replica = self._replica(action)
-        with self._timed(action), microbatch_randomness(self._job.seed, self._job.step, _mb(action)):
-            replica.weight_part(_mb(action))
-        self._close_after(action, replica)
+    def _weight_part(self, cue: Cue) -> None:
+        job, replica = self._job, cue.replica
+        assert replica is not None
+        with self._timed(cue.action), microbatch_randomness(job.seed, job.step, cue.microbatch):
+            replica.weight_part(cue.microbatch)
+        if cue.closes:
+            self._close(cue)
 
-    def _close_after(self, action: Action, replica: Replica) -> None:
-        if self._last_backward[replica.pipe, replica.stage] == action:
-            self._exchange.close_replica(replica, self._job.step)
+    def _close(self, cue: Cue) -> None:
+        assert cue.replica is not None
+        self._exchange.close_replica(cue.replica, self._job.step)
 
     # ------------------------------------------------------------------ messages
 
-    def _send(self, action: Action) -> None:
-        assert action.kind.is_send
-        metas = self._metas(action)
+    def _take(self, message: Message) -> Payload:
+        """Return what the neighbouring stage has left: from this rank's own outbox, or by message."""
+        if message.stays:
+            return self._outbox.pop(message.key)
+        return self._mailbox.take(message.channel, message.key, message.position) if message.metas else []
+
+    def _send(self, cue: Cue) -> None:
+        action, message = cue.action, cue.message
+        if message is not None:
+            payload = self._outbox.pop(message.key)
+            if message.metas:
+                self._transport.send(message.channel, message.key, payload, message.metas)
+            return
+        assert action.peer is not None
+        one = self._expected(action)
         if action.kind is Kind.SEND_P:
-            assert action.peer is not None
             payload = self._exchange.refresh_payload(action.stage, action.peer)
-        elif action.kind is Kind.SEND_G:
-            assert action.peer is not None
-            payload = self._exchange.gradient_payload(action.stage, action.peer, self._moments(action.stage, self._rank))
         else:
-            payload = self._outbox.pop(Key.of(action))
-        if metas:
-            self._transport.send(channel(action, self._rank, self._placement), Key.of(action), payload, metas)
-
-    def _take(self, action: Action) -> Payload:
-        """Return what the neighbouring stage has left for ``action``: from this rank's own outbox, or by message."""
-        return self._outbox.pop(Key.of(action)) if self._stays(action) else self._receive(action)
-
-    def _stays(self, action: Action) -> bool:
-        """Whether both ends of a message are on this rank, so that there is none."""
-        return peer(action, self._rank, self._placement) == self._rank
+            payload = self._exchange.gradient_payload(action.stage, action.peer, self._moments(action.stage, self._rank))
+        if one.metas:
+            self._transport.send(one.channel, one.key, payload, one.metas)
 
     def _receive(self, action: Action) -> Payload:
+        """Wait for a message of the exchange between replicas."""
         if not self._metas(action):
             return []
         what = Position(self._rank, action, self._placement)
@@ -253,21 +258,19 @@ class _Run:
                 payload = self._receive(action)
             self._exchange.refresh(stage, action.peer, payload)
 
+    def _expected(self, action: Action) -> Expected:
+        """Either end of a message of the exchange between replicas."""
+        return Expected(channel(action, self._rank, self._placement), Key.of(action), self._metas(action))
+
     def _metas(self, action: Action) -> tuple[TensorMeta, ...]:
-        stage = action.stage
-        if action.peer is not None:
-            receives = action.kind.is_recv
-            if action.kind.content == "P":
-                mirror, owner = (self._rank, action.peer) if receives else (action.peer, self._rank)
-                return self._exchange.refresh_metas(stage, mirror, owner)
-            mirror, owner = (action.peer, self._rank) if receives else (self._rank, action.peer)
-            return self._exchange.gradient_metas(stage, mirror, owner, self._moments(stage, mirror))
-        program = self._job.programs[_mb(action)]
-        if action.kind is Kind.SEND_F:
-            return program.forward_metas(stage + 1)
-        if action.kind is Kind.RECV_F:
-            return program.forward_metas(stage)
-        return program.backward_metas(stage - 1 if action.kind is Kind.SEND_B else stage)
+        """Meta data of a message of the exchange between replicas."""
+        stage, receives = action.stage, action.kind.is_recv
+        assert action.peer is not None
+        if action.kind.content == "P":
+            mirror, owner = (self._rank, action.peer) if receives else (action.peer, self._rank)
+            return self._exchange.refresh_metas(stage, mirror, owner)
+        mirror, owner = (action.peer, self._rank) if receives else (self._rank, action.peer)
+        return self._exchange.gradient_metas(stage, mirror, owner, self._moments(stage, mirror))
 
     # ------------------------------------------------------------------ details
 
@@ -278,13 +281,5 @@ class _Run:
         pipe = next(pipe for pipe, held in self._placement.replicas(mirror) if held == stage)
         return [(step, microbatch) for step in self._job.pending_steps for microbatch in self._placement.microbatches(pipe)]
 
-    def _replica(self, action: Action) -> Replica:
-        return self._replicas[self._placement.pipe_of[_mb(action)], action.stage]
-
     def _timed(self, action: Action) -> Timed:
         return Timed(self._rank, action, self.result.events, profiled=self._profiled)
-
-
-def _mb(action: Action) -> int:
-    assert action.microbatch is not None
-    return action.microbatch

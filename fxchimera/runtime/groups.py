@@ -1,4 +1,4 @@
-"""torch's process groups: made from torchrun's environment, and destroyed; and pairs of ranks with a connection of their own."""
+"""torch's process groups: made from torchrun's environment, and destroyed; and connections of our own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from fxchimera.errors import FxChimeraError
 
-__all__ = ["announce", "announced", "begin_announcing", "connect", "destroy", "join", "open_devices"]
+__all__ = ["Packets", "connect", "destroy", "join", "open_devices"]
 
 _NAME_BYTES = 96
 _PACKET_BYTES = 1024
@@ -45,41 +45,55 @@ def join(timeout: datetime.timedelta) -> Callable[[], None]:
     return leave
 
 
-def announce(what: str, value: torch.Tensor | None, size: int, group: dist.ProcessGroup) -> list[torch.Tensor] | None:
-    """Collective: tell the others which call this is, and send a small tensor along.
+class Packets:
+    """Brings one small packet of every rank to every rank in as many rounds as D has binary digits.
 
-    Two different collective calls that meet abort the process inside gloo, so a packet that has one size for all calls goes first.
+    torch's all-gather goes round a ring: D - 1 messages one after the other, of which each wakes a rank that sleeps.
 
-    Returns:
-        Every rank's ``value``, or None if there is none or it does not fit into the packet.
-
-    Raises:
-        FxChimeraError: The ranks make different calls.
+        round 0   own packet            to the rank 1 before, and that of the rank 1 after comes in
+        round 1   the 2 packets so far  to the rank 2 before, those of the rank 2 after come in; then 4, and so on
     """
-    return announced(begin_announcing(what, value, size, group), value)
+
+    def __init__(self, group: ProcessGroupGloo) -> None:
+        self._group = group
+
+    def begin(self, what: str, value: torch.Tensor | None) -> Callable[[], list[torch.Tensor] | None]:
+        """Collective: tell the others which call this is, and send a small tensor along; what is returned waits for theirs.
+
+        Two different collective calls that meet abort the process inside gloo, so a packet that has one size for all calls goes
+        first.  The function returned gives every rank's ``value``, or None if there is none or it does not fit into the packet,
+        and raises :class:`FxChimeraError` if the ranks make different calls.
+        """
+        rank, size = self._group.rank(), self._group.size()
+        held = torch.zeros((size, _PACKET_BYTES), dtype=torch.uint8, device="cpu")  # row i: the packet of rank + i
+        name = what.encode()[:_NAME_BYTES]
+        own = held[0].numpy()
+        own[: len(name)] = memoryview(name)
+        if value is not None and _fits(value):
+            own[_NAME_BYTES : _NAME_BYTES + value.nbytes] = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        rounds = [1 << i for i in range((size - 1).bit_length())]
+        coming = [self._group.recv([held[have : 2 * have]], (rank + have) % size, have) for have in rounds]
+
+        def send(have: int) -> dist.Work:
+            count = min(have, size - have)
+            return self._group.send([held[:count]], (rank - have) % size, have)
+
+        going = [send(have) for have in rounds[:1]]
+
+        def finish() -> list[torch.Tensor] | None:
+            for have, work in zip(rounds, coming, strict=True):
+                work.wait()
+                if 2 * have < size:
+                    going.append(send(2 * have))
+            for work in going:
+                work.wait()
+            return _read(list(held.roll(rank, 0)), value)
+
+        return finish
 
 
-def begin_announcing(
-    what: str, value: torch.Tensor | None, size: int, group: dist.ProcessGroup
-) -> tuple[dist.Work, list[torch.Tensor]]:
-    """Start what :func:`announce` does, without waiting; :func:`announced` takes what this returns."""
-    packet = bytearray(_PACKET_BYTES)
-    name = what.encode()[:_NAME_BYTES]
-    packet[: len(name)] = name
-    if value is not None and _fits(value):
-        flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
-        packet[_NAME_BYTES : _NAME_BYTES + value.nbytes] = flat.numpy().tobytes()
-    packets = list(torch.empty((size, _PACKET_BYTES), dtype=torch.uint8, device="cpu").unbind())
-    work = dist.all_gather(packets, torch.frombuffer(packet, dtype=torch.uint8), group=group, async_op=True)
-    assert work is not None
-    return work, packets
-
-
-def announced(begun: tuple[dist.Work, list[torch.Tensor]], value: torch.Tensor | None) -> list[torch.Tensor] | None:
-    """Wait for the packets; check and return as :func:`announce`."""
-    work, packets = begun
-    work.wait()
-    texts = [other.numpy()[:_NAME_BYTES].tobytes() for other in packets]
+def _read(packets: list[torch.Tensor], value: torch.Tensor | None) -> list[torch.Tensor] | None:
+    texts = [packet.numpy()[:_NAME_BYTES].tobytes() for packet in packets]
     if len(set(texts)) > 1:
         names = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
         calls = "; ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
@@ -87,7 +101,7 @@ def announced(begun: tuple[dist.Work, list[torch.Tensor]], value: torch.Tensor |
     if value is None or not _fits(value):
         return None
     end = _NAME_BYTES + value.nbytes
-    return [other[_NAME_BYTES:end].clone().view(value.dtype).reshape(value.shape) for other in packets]
+    return [packet[_NAME_BYTES:end].clone().view(value.dtype).reshape(value.shape) for packet in packets]
 
 
 def _fits(value: torch.Tensor) -> bool:
@@ -102,7 +116,7 @@ def destroy(group: dist.ProcessGroup) -> None:
 
 
 def open_devices() -> list[ProcessGroupGloo.Device]:
-    """Return gloo devices for any number of pairs: torch's choice, or those of the interfaces that the user has named.
+    """Return gloo devices for any number of groups: torch's choice, or those of the interfaces that the user has named.
 
     A device has a thread that wakes a hundred times a second, and ``new_group`` makes a device for every group: with the forty
     groups of a few pipelines these threads took more processor time than all else.
@@ -112,12 +126,12 @@ def open_devices() -> list[ProcessGroupGloo.Device]:
 
 
 def connect(
-    store: Store, name: str, rank: int, pair: Sequence[int], devices: list[ProcessGroupGloo.Device], timeout: datetime.timedelta
+    store: Store, name: str, rank: int, ranks: Sequence[int], devices: list[ProcessGroupGloo.Device], timeout: datetime.timedelta
 ) -> ProcessGroupGloo:
-    """Connect the two ranks of ``pair`` under a ``name`` that only they use; the connection is closed with the last reference.
+    """Connect some ``ranks`` under a ``name`` that only they use; the connections are closed with the last reference.
 
     torch's public ``new_group`` has no place for a device, so this uses the options of its gloo backend (tried on torch 2.13).
     """
     options = ProcessGroupGloo._Options()
     options._devices, options._threads, options._timeout = devices, 1, timeout
-    return ProcessGroupGloo(PrefixStore(name, store), sorted(pair).index(rank), len(pair), options)
+    return ProcessGroupGloo(PrefixStore(name, store), sorted(ranks).index(rank), len(ranks), options)

@@ -101,13 +101,13 @@ def weights_of(batch: Batch, loss_weight: LossWeight, loss_fn: LossFn | None, pr
     return tuple(count / total for count in counts)
 
 
-def total_loss(losses: Mapping[int, torch.Tensor], weights: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
+def total_loss(losses: Mapping[int, torch.Tensor] | Mapping[int, float], weights: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
     """Sum the weighted losses of all micro-batches, ascending, in double precision, and round once to ``dtype``."""
-    total = torch.zeros((), dtype=torch.float64, device="cpu")
+    total = 0.0  # Python's floats have double precision
     for microbatch in sorted(losses):
         if weights[microbatch]:  # a micro-batch without real tokens has a nan mean that must not count
-            total = total + losses[microbatch].detach().to("cpu", torch.float64) * weights[microbatch]
-    return total.to(dtype)
+            total += float(losses[microbatch]) * weights[microbatch]
+    return torch.tensor(total, dtype=torch.float64, device="cpu").to(dtype)
 
 
 def _kind(value: Any) -> str:

@@ -33,7 +33,10 @@ class Mailbox:
         Raises:
             PipelineError: It did not come in time, or another rank failed.
         """
+        coming = self._coming[channel]
+        if coming and coming[0] == key:
+            return self._transport.receive(channel, coming.popleft(), what)
         while (channel, key) not in self._here:
-            first = self._coming[channel].popleft()
+            first = coming.popleft()
             self._here[channel, first] = self._transport.receive(channel, first, what)
         return self._here.pop((channel, key))

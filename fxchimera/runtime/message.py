@@ -9,21 +9,20 @@ matmul on another layout need not round the same.  It also carries the message's
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from fxchimera.errors import PipelineError
 from fxchimera.schedule.action import Action, Kind
 from fxchimera_passes.captured import TensorMeta
 
-__all__ = ["Key", "Parcel", "Payload", "message_bytes", "pack", "unpack"]
+__all__ = ["Form", "Key", "Parcel", "Payload", "message_bytes", "pack", "unpack"]
 
 Payload = list[torch.Tensor | None]
 
-_WORD = 8
 _ALIGN = 64  # bytes; every tensor starts where vector instructions like it
 _FLOWS = "FBPG"
 
@@ -58,25 +57,56 @@ class Key:
 
 def message_bytes(metas: Sequence[TensorMeta]) -> int:
     """Return the size in bytes of the buffer that carries tensors of these shapes and dtypes."""
-    return _header_bytes(metas) + sum(_aligned(meta.bytes) for meta in metas)
+    return Form(metas).bytes
 
 
-class Parcel:
-    """A byte buffer for messages of one form (``metas``), which may be filled again when it has been sent."""
+class Form:
+    """Where everything lies in the buffer of a message whose tensors have these ``metas``; the same at both ends."""
 
-    __slots__ = ("_header", "_places", "buffer", "metas")
+    __slots__ = ("bytes", "header", "metas", "places")
 
     def __init__(self, metas: Sequence[TensorMeta]) -> None:
         self.metas = tuple(metas)
-        self.buffer = torch.empty(message_bytes(metas), dtype=torch.uint8, device="cpu")
-        words = 1 + sum(1 + len(meta.shape) for meta in metas)
-        self._header = self.buffer[: words * _WORD].numpy().view(np.int64)
-        self._places: list[tuple[int, torch.Tensor]] = []  # offset of each tensor, and one in row-major layout that lies there
-        offset = _header_bytes(metas)
-        for meta in metas:
-            room = self.buffer[offset : offset + meta.bytes]
-            self._places.append((offset, room.view(meta.dtype).view(meta.shape)))
+        self.header = struct.Struct(f"{1 + sum(1 + len(meta.shape) for meta in self.metas)}q")
+        word, offset = 1, _aligned(self.header.size)
+        self.places: list[tuple[TensorMeta, int, int, int]] = []  # of each tensor: its words in the header, its place in elements
+        for meta in self.metas:
+            self.places.append((meta, word, word + 1 + len(meta.shape), offset // meta.dtype.itemsize))
+            word += 1 + len(meta.shape)
             offset += _aligned(meta.bytes)
+        self.bytes = offset
+
+    def unpack(self, key: Key, buffer: torch.Tensor) -> Payload:
+        """Return the tensors of a received buffer; they share its memory, but no version counter.
+
+        Raises:
+            PipelineError: The buffer holds another message than the one expected.
+        """
+        header = self.header.unpack_from(buffer.numpy())
+        if header[0] != key.word:
+            raise PipelineError(f"expected {key}, but a message with the identity {header[0]:#x} arrived in its place")
+        storage = buffer.untyped_storage()
+        payload: Payload = []
+        for meta, word, end, place in self.places:
+            if header[word]:
+                empty = torch.empty(0, dtype=meta.dtype, device=buffer.device)
+                payload.append(empty.set_(storage, place, meta.shape, header[word + 1 : end]))
+            else:
+                payload.append(None)
+        return payload
+
+
+class Parcel:
+    """A byte buffer for messages of one form, which may be filled again when it has been sent."""
+
+    __slots__ = ("_form", "_plain", "_words", "buffer", "metas")
+
+    def __init__(self, metas: Sequence[TensorMeta]) -> None:
+        self._form = Form(metas)
+        self.metas = self._form.metas
+        self.buffer = torch.empty(self._form.bytes, dtype=torch.uint8, device="cpu")
+        self._words = self.buffer.numpy()
+        self._plain = [self._view(meta, place, None) for meta, _, _, place in self._form.places]  # in row-major layout
 
     def fill(self, key: Key, payload: Payload) -> None:
         """Copy tensors in, each in its own dense memory layout (its own order of dimensions).
@@ -85,19 +115,24 @@ class Parcel:
             PipelineError: A tensor has not the shape or dtype that was agreed for this message.
         """
         header = [key.word]
-        for tensor, meta, (offset, plain) in zip(payload, self.metas, self._places, strict=True):
+        for tensor, plain, (meta, _, _, place) in zip(payload, self._plain, self._form.places, strict=True):
             if tensor is None:
                 header += [0] * (1 + len(meta.shape))
                 continue
             _match(key, tensor, meta)
-            if tensor.is_contiguous():
-                stride, place = tensor.stride(), plain
-            else:
+            stride = tensor.stride()
+            if not tensor.is_contiguous():
                 stride = torch.empty_like(tensor, device="meta").stride()
-                place = _view(self.buffer, offset, meta, stride)
-            place.copy_(tensor.detach())
+                plain = self._view(meta, place, stride)  # noqa: PLW2901 - another view of the same place
+            plain.copy_(tensor.detach())
             header += [1, *stride]
-        self._header[:] = header
+        self._form.header.pack_into(self._words, 0, *header)
+
+    def _view(self, meta: TensorMeta, place: int, stride: tuple[int, ...] | None) -> torch.Tensor:
+        if stride is None:
+            start = place * meta.dtype.itemsize
+            return self.buffer[start : start + meta.bytes].view(meta.dtype).view(meta.shape)
+        return torch.empty(0, dtype=meta.dtype, device="cpu").set_(self.buffer.untyped_storage(), place, meta.shape, stride)
 
 
 def pack(key: Key, payload: Payload, metas: Sequence[TensorMeta]) -> torch.Tensor:
@@ -108,35 +143,12 @@ def pack(key: Key, payload: Payload, metas: Sequence[TensorMeta]) -> torch.Tenso
 
 
 def unpack(key: Key, buffer: torch.Tensor, metas: Sequence[TensorMeta]) -> Payload:
-    """Return the tensors of a received buffer; they share its memory, but no version counter.
-
-    Raises:
-        PipelineError: The buffer holds another message than the one expected.
-    """
-    header = buffer[: _header_bytes(metas)].numpy().view(np.int64).tolist()
-    if header[0] != key.word:
-        raise PipelineError(f"expected {key}, but a message with the identity {header[0]:#x} arrived in its place")
-    payload: Payload = []
-    position, offset = 1, _header_bytes(metas)
-    for meta in metas:
-        stride = tuple(header[position + 1 : position + 1 + len(meta.shape)])
-        payload.append(_view(buffer, offset, meta, stride) if header[position] else None)
-        position += 1 + len(meta.shape)
-        offset += _aligned(meta.bytes)
-    return payload
+    """Return the tensors of a received buffer; see :meth:`Form.unpack`."""
+    return Form(metas).unpack(key, buffer)
 
 
 def _aligned(count: int) -> int:
     return -(-count // _ALIGN) * _ALIGN
-
-
-def _header_bytes(metas: Sequence[TensorMeta]) -> int:
-    return _aligned((1 + sum(1 + len(meta.shape) for meta in metas)) * _WORD)
-
-
-def _view(buffer: torch.Tensor, offset: int, meta: TensorMeta, stride: Sequence[int]) -> torch.Tensor:
-    empty = torch.empty(0, dtype=meta.dtype, device=buffer.device)
-    return empty.set_(buffer.untyped_storage(), offset // meta.dtype.itemsize, meta.shape, tuple(stride))
 
 
 def _match(key: Key, tensor: torch.Tensor, meta: TensorMeta) -> None:

@@ -19,10 +19,11 @@ from fxchimera.errors import BatchError
 from fxchimera.runtime.settings import frozen
 from fxchimera_passes.structure import Structure, flatten
 
-__all__ = ["Batch", "ChunkSpecs", "MicroBatch", "describe", "describe_batch", "digest", "divide", "merge", "sample"]
+__all__ = ["Batch", "ChunkSpecs", "MicroBatch", "describe", "describe_batch", "digest", "divide", "form", "merge", "sample"]
 
 Dimension = TensorChunkSpec | int | None
 _SAMPLED = 64
+_NUMPYS = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.bool})  # dtypes that numpy has, the usual ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +140,11 @@ def sample(batch: Batch) -> int:
     return int.from_bytes(hashed.digest(), "big") >> 1
 
 
+def form(microbatch: MicroBatch) -> tuple[Any, ...]:
+    """Return shapes and dtypes of a micro-batch's tensors."""
+    return _key((*microbatch.inputs, *flatten(microbatch.target)[0]))
+
+
 def describe_batch(batch: Batch) -> str:
     """Return the shapes and dtypes of a batch's micro-batches as a text for errors."""
     texts = []
@@ -158,6 +164,8 @@ def _some_bytes(tensor: torch.Tensor) -> bytes:
     if tensor.layout != torch.strided or tensor.numel() == 0:
         return b""
     step = max(tensor.numel() // _SAMPLED, 1)
+    if tensor.dtype in _NUMPYS and tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg():
+        return tensor.detach().numpy().reshape(-1)[: _SAMPLED * step : step].tobytes()
     if tensor.is_contiguous():
         picked = tensor.detach().reshape(-1)[: _SAMPLED * step : step]
     else:

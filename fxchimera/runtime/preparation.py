@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from fxchimera.runtime.engine import Engine
 from fxchimera.runtime.job import Job
 from fxchimera.runtime.loss import LossFn, LossWeight, weights_of
 from fxchimera.runtime.losscheck import check_loss
-from fxchimera.runtime.microbatch import Batch, ChunkSpecs, describe_batch, digest, divide, sample
+from fxchimera.runtime.microbatch import Batch, ChunkSpecs, describe_batch, digest, divide, form, sample
 from fxchimera.runtime.program import KEPT, Program, Programs
 from fxchimera.runtime.warmup import WarmupBatch, in_mode
 from fxchimera.runtime.world import World
@@ -45,7 +45,7 @@ class Preparation:
     ) -> None:
         self._model, self._programs, self._engine, self._world = model, programs, engine, world
         self._loss_fn, self._loss_weight, self._specs, self._seed = loss_fn, loss_weight, specs, seed
-        self._loss_checked: weakref.WeakKeyDictionary[Program, set[str]] = weakref.WeakKeyDictionary()
+        self._loss_checked: weakref.WeakKeyDictionary[Program, set[Hashable]] = weakref.WeakKeyDictionary()
         self._cuts: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
 
     def job(
@@ -145,7 +145,9 @@ class Preparation:
                     )
             own = [module.training for module in self._model.modules()]
             word = _word(f"{[digest(batch.batch) for batch in batches]} {modes!r} {own!r}")
-            text = "signatures " + " and ".join(f"({describe_batch(batch.batch)})" for batch in batches)
+            def text() -> str:
+                return "signatures " + " and ".join(f"({describe_batch(batch.batch)})" for batch in batches)
+
             return Prepared(self._programs.recordings - before, word, 0, self._cut(tuple(found)), text)
 
         self._world.failure.check()
@@ -170,7 +172,10 @@ class Preparation:
     def _describe(self, job: Job) -> Prepared[Job]:
         modes = [module.training for module in self._model.modules()]
         signature = f"{digest(job.batch)} {job.loss_scale!r} {job.weights!r} {modes!r}"
-        text = f"{describe_batch(job.batch)}, loss_scale {job.loss_scale:g}, {sum(modes)} of {len(modes)} modules in training mode"
+
+        def text() -> str:
+            return f"{describe_batch(job.batch)}, loss_scale {job.loss_scale:g}, {sum(modes)} of {len(modes)} modules in training mode"
+
         content, cut = (sample(job.batch), self._cut(job.programs)) if self._world.num_processes > 1 else (0, 0)
         return Prepared(job, _word(signature), content, cut, text)
 
@@ -184,7 +189,7 @@ class Preparation:
 
     def _check_loss(self, programs: Sequence[Program], batch: Batch) -> None:
         for program, microbatch in zip(programs, batch.microbatches, strict=True):
-            key, checked = describe_batch(Batch((microbatch,), microbatch.rows)), self._loss_checked.setdefault(program, set())
+            key, checked = form(microbatch), self._loss_checked.setdefault(program, set())
             if key not in checked:
                 check_loss(program.captured, microbatch.target, self._loss_fn)
                 checked.add(key)

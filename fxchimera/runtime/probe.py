@@ -12,6 +12,7 @@ exchanges a small and a large message a few times.
 from __future__ import annotations
 
 import statistics
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -168,8 +169,16 @@ class Probe:
     def _time_nodes(self, stage: int, received: Sequence[torch.Tensor]) -> None:
         program = self._sample.program
         self._doing = f"stage {stage}, node by node"
-        with microbatch_randomness(*self._sample.randomness), torch.enable_grad():
-            costs = measured_stage(program.captured, program.stage(stage), received, self._sample.inputs)
+        try:
+            with microbatch_randomness(*self._sample.randomness), torch.enable_grad():
+                costs = measured_stage(program.captured, program.stage(stage), received, self._sample.inputs)
+        except Exception as error:  # a node may need what only the whole stage sets up
+            warnings.warn(
+                f"the operations of stage {stage} could not be timed one by one ({type(error).__name__}: {error}); their shares of "
+                "its measured seconds are estimated",
+                stacklevel=2,
+            )
+            return
         self._forward.update(costs.forward)
         self._backward.update(costs.backward)
 

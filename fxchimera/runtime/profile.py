@@ -6,14 +6,16 @@ prediction can be trusted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from fxchimera.errors import FxChimeraError
+from fxchimera.errors import FxChimeraError, PipelineError
 from fxchimera.runtime.attempts import Attempts
 from fxchimera.runtime.distributed import DistributedTransport
 from fxchimera.runtime.engine import Engine
@@ -40,6 +42,11 @@ from fxchimera_passes.cost import NodeCosts
 from fxchimera_passes.plan import StagePlan
 
 __all__ = ["Profiled", "agree_on_rounds", "profile_cut", "profile_pipeline"]
+
+_ADVICE = (
+    "the model branches on values that depend on parameters, and the branch that was recorded may be the wrong one here: make the "
+    "pipeline with profile=False"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +96,7 @@ def profile_pipeline(model: nn.Module, engine: Engine, attempts: Attempts, world
         sample = _sample(job, engine.placement, rounds)
         _refuse_repeated(sample.program, world)
         probes = engine.probes(sample)
-        with _untouched(model, sample.program, [replica for probe in probes for replica in probe.replicas.values()]):
+        with _untouched(model, sample.program, probes):
             found, _ = measure(probes, world)
     middle = sorted(range(1, rounds + 1), key=seconds.__getitem__)[rounds // 2]
     return Profiled(found, seconds[middle], parts[middle])
@@ -107,36 +114,49 @@ def profile_cut(
 ) -> tuple[Measurement, NodeCosts]:
     """Collective: time the stages of a cut, and their nodes, before the ranks are made: every process has the whole model.
 
-    Without a target there is no ``loss_fn`` to call: the last stage is timed without it.
+    There is no target yet, so the last stage is timed without a ``loss_fn`` that takes one.
 
     Raises:
         FxChimeraError: The model cannot be run stage by stage, or has no values.
         PipelineError: A rank failed.
     """
-    model, program = captured.model, Program.of(captured, cut)
+    model, program, local = captured.model, Program.of(captured, cut), isinstance(world, LocalWorld)
     agree_on_rounds(world, list(model.named_parameters()), rounds)
     _refuse_repeated(program, world)
-
-    def loss(outputs: list[torch.Tensor]) -> torch.Tensor:
-        return loss_of(program.captured.out_structure.rebuild(outputs), None, None)
-
-    sample = Sample(program=program, inputs=example.inputs, loss=loss if loss_fn is None else None, rounds=rounds, nodes=True)
-    channels, local = probe_channels(placement), isinstance(world, LocalWorld)
+    loss = _loss(program, None, loss_fn) if loss_fn is None or _takes_output_alone(loss_fn) else None
+    sample = Sample(program=program, inputs=example.inputs, loss=loss, rounds=rounds, nodes=True)
+    channels = probe_channels(placement)
     shared: Transport | None = LocalTransport(channels, world.failure) if local else None
-    probes: list[Probe] = []
     transports: list[Transport] = []
+    probes: list[Probe] = []
     try:
         for rank in world.ranks:
             transports.append(shared or DistributedTransport(rank, channels, world.failure))
             stages = [stage for pipe, stage in placement.replicas(rank) if pipe == 0]
             replicas = {stage: Replica(model, program, 0, stage, shares_memory=local) for stage in stages}
             probes.append(Probe(rank, placement, replicas, transports[-1], sample, world.failure))
-        replicas_here = [replica for probe in probes for replica in probe.replicas.values()]
-        with generators_untouched(), _untouched(model, program, replicas_here):
+        with generators_untouched(), _untouched(model, program, probes):
             return measure(probes, world)
+    except PipelineError as error:
+        if not captured.assumed:
+            raise
+        raise PipelineError(f"{error} ({_ADVICE})") from error
     finally:
         for transport in transports:
             transport.close()
+
+
+def _takes_output_alone(loss_fn: LossFn) -> bool:
+    """Whether a loss has no parameter for a target."""
+    try:
+        parameters = inspect.signature(loss_fn).parameters.values()
+    except (TypeError, ValueError):  # torch does not always know
+        return False
+    return [one.kind for one in parameters] in ([inspect.Parameter.POSITIONAL_OR_KEYWORD], [inspect.Parameter.POSITIONAL_ONLY])
+
+
+def _loss(program: Program, target: Any, loss_fn: LossFn | None) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+    return lambda outputs: loss_of(program.captured.out_structure.rebuild(outputs), target, loss_fn)
 
 
 def _refuse_repeated(program: Program, world: World) -> None:
@@ -148,14 +168,10 @@ def _sample(job: Job, placement: Placement, rounds: int) -> Sample:
     """The micro-batch of the down pipe that counts most."""
     number = max(placement.microbatches(0), key=job.weights.__getitem__)
     program, microbatch = job.programs[number], job.batch.microbatches[number]
-
-    def loss(outputs: list[torch.Tensor]) -> torch.Tensor:
-        return loss_of(program.captured.out_structure.rebuild(outputs), microbatch.target, job.loss_fn)
-
     return Sample(
         program=program,
         inputs=microbatch.inputs,
-        loss=loss,
+        loss=_loss(program, microbatch.target, job.loss_fn),
         weight=job.weights[number],
         randomness=(job.seed, job.step, number),
         rounds=rounds,
@@ -163,9 +179,10 @@ def _sample(job: Job, placement: Placement, rounds: int) -> Sample:
 
 
 @contextmanager
-def _untouched(model: nn.Module, program: Program, replicas: Sequence[Replica]) -> Iterator[None]:
+def _untouched(model: nn.Module, program: Program, probes: Sequence[Probe]) -> Iterator[None]:
     """Run stages as a step does, and put the model and the clones back as they were."""
     undo = undo_of(model, model.buffers())
+    replicas = [replica for probe in probes for replica in probe.replicas.values()]
     for replica in replicas:
         replica.remember()
     try:

@@ -28,6 +28,7 @@ from fxchimera.runtime.observation import Observation
 from fxchimera.runtime.program import Program
 from fxchimera.runtime.settings import Snapshot
 from fxchimera.runtime.turns import Turns
+from fxchimera_passes._torch import run_backward
 from fxchimera_passes.capture.state import remembered
 from fxchimera_passes.whole import module_at
 
@@ -152,13 +153,13 @@ class Replica:
         module = self._module(program)
         own_inputs = [inputs[position] for position in stage.inputs]
         mode = self._mode(program) if split else None
+        entered = entry.enter()
         with contextlib.ExitStack() as stack:
-            if deferred_norms:
+            if deferred_norms and self._norms:
                 self.deltas[microbatch] = stack.enter_context(on_scratch_statistics(self._norms))
-            entered = entry.enter()
             if mode is not None:
                 stack.enter_context(mode)
-            outputs = module(*entered, *own_inputs)
+            outputs = module.forward(*entered, *own_inputs)
         parts: Parts | None
         if isinstance(mode, Observation):
             self._allowed[program] = mode.allowed(outputs, self.parameters.values())
@@ -187,7 +188,7 @@ class Replica:
         if state.parts is None:
             with self._turns.adding(microbatch), without_autocast():
                 if roots:
-                    torch.autograd.backward(roots, seeds)
+                    run_backward(roots, seeds)
         else:
             self._input_part(microbatch, state.parts, roots, seeds)
             if mixed := self._turns.early(microbatch):  # a use that the first micro-batch did not show

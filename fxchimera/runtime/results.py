@@ -27,17 +27,16 @@ def gather_loss(world: World, results: Sequence[Result], weights: tuple[float, .
     One small tensor a rank travels: present flags, losses in double precision (exact for every dtype), and the dtype's number.
     """
     own = {m: loss for result in results for m, loss in result.losses.items()}
-    words = torch.full((2, len(weights) + 1), math.nan, dtype=torch.float64, device="cpu")
-    words[0] = 0.0
-    for microbatch, loss in own.items():
-        words[0, microbatch], words[1, microbatch] = 1.0, loss.to("cpu", torch.float64)
-        words[:, -1] = 1.0 + _DTYPES.index(loss.dtype)
-    losses: dict[int, torch.Tensor] = {}
+    kinds = [1.0 + _DTYPES.index(loss.dtype) for loss in own.values()]
+    present = [float(m in own) for m in range(len(weights))] + [kinds[0] if kinds else 0.0]
+    values = [float(own[m]) if m in own else math.nan for m in range(len(weights))] + [math.nan]
+    losses: dict[int, float] = {}
     dtype = torch.float32
-    for process in world.gather(words, "the loss"):
-        losses |= {m: process[1, m] for m in range(len(weights)) if process[0, m]}
-        if process[0, -1]:
-            dtype = _DTYPES[int(process[0, -1]) - 1]
+    for gathered in world.gather(torch.tensor([present, values], dtype=torch.float64, device="cpu"), "the loss"):
+        (*found, kind), (*numbers, _) = gathered.tolist()
+        losses |= {m: number for m, number in enumerate(numbers) if found[m]}
+        if kind:
+            dtype = _DTYPES[int(kind) - 1]
     return total_loss(losses, weights, dtype)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import threading
 import time
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from fxchimera.runtime.failure import Cause, Failure, Limits
 
@@ -17,15 +18,21 @@ __all__ = ["GRACE_SECONDS", "SharedFailure", "make_store", "resolve_cause"]
 
 GRACE_SECONDS = 2.0  # how long a broken connection waits for the cause behind it
 _POLL_SECONDS = 0.1
-_CAUSE = "cause"
+_CAUSE, _NEWS = "cause", "news for {}"
+_EVER = datetime.timedelta(days=1000)
 
 
 class SharedFailure(Failure):
-    """A failure that is published through a ``store``, and looked for there by a watcher thread."""
+    """A failure that is published through a ``store``; a watcher thread on every rank waits there for news.
 
-    def __init__(self, limits: Limits, store: Store) -> None:
+    The watcher sleeps in the store until there is news for its rank: asking ten times a second took more of a core, with the
+    eight ranks of a few pipelines, than the work itself.
+    """
+
+    def __init__(self, limits: Limits, store: TCPStore, rank: int, size: int) -> None:
         super().__init__(limits)
         self.store = store
+        self._rank, self._size = rank, size
         self._stopped = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="fxchimera-failures", daemon=True)
         self._watcher.start()
@@ -36,24 +43,28 @@ class SharedFailure(Failure):
         with contextlib.suppress(Exception):  # without the store the local cause must do
             rank, _, text = self.store.compare_set(_CAUSE, "", f"{cause.rank}\n{cause.text}").decode().partition("\n")
             first = Cause(int(rank), text)
+            for other in range(self._size):
+                self.store.set(_NEWS.format(other), "")
         return super().report(first)
 
     def stop(self) -> None:
         """End the watcher."""
         self._stopped.set()
+        with contextlib.suppress(Exception):  # without the store the watcher has ended
+            self.store.set(_NEWS.format(self._rank), "")
         self._watcher.join(timeout=GRACE_SECONDS)
 
     def _watch(self) -> None:
-        while not self._stopped.wait(_POLL_SECONDS):
-            try:
-                if not self.store.check([_CAUSE]):
-                    continue
-                rank, _, text = self.store.get(_CAUSE).decode().partition("\n")
+        try:
+            # a connection of its own: another thread's call would wait until the news are there
+            store = TCPStore(self.store.host, self.store.port, is_master=False, wait_for_workers=False)
+            store.wait([_NEWS.format(self._rank)], _EVER)
+            if not self._stopped.is_set():
+                rank, _, text = store.get(_CAUSE).decode().partition("\n")
                 super().report(Cause(int(rank), text))
-            except Exception as error:
-                if not self._stopped.is_set():
-                    super().report(Cause(0, f"the failure store, which rank 0 hosts, is gone: {error}"))
-            return
+        except Exception as error:
+            if not self._stopped.is_set():
+                super().report(Cause(0, f"the failure store, which rank 0 hosts, is gone: {error}"))
 
 
 def resolve_cause(failure: Failure, cause: Cause) -> Cause:
@@ -64,10 +75,10 @@ def resolve_cause(failure: Failure, cause: Cause) -> Cause:
     return failure.cause or failure.report(cause)
 
 
-def make_store(group: dist.ProcessGroup) -> Store:
+def make_store(group: dist.ProcessGroup) -> TCPStore:
     """Collective: rank 0 hosts a store on a free port of the rendezvous address; everybody connects."""
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    store: Store | None = None
+    store: TCPStore | None = None
     port = 0
     if dist.get_rank() == 0:
         hosted = TCPStore(host, 0, is_master=True, wait_for_workers=False)

@@ -7,10 +7,10 @@ posts a step's receives at its start, in the order in which the peer will send, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from fxchimera.runtime.message import Key, Payload
+from fxchimera.runtime.message import Form, Key, Payload
 from fxchimera_passes.captured import TensorMeta
 
 __all__ = ["Channel", "Expected", "Transport"]
@@ -20,11 +20,15 @@ Channel = tuple[int, int, str]
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """A message that will arrive on ``channel``: its identity and the meta data of its tensors."""
+    """A message that will arrive on ``channel``: its identity, the meta data of its tensors, and their form on the way."""
 
     channel: Channel
     key: Key
     metas: tuple[TensorMeta, ...]
+    form: Form = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "form", Form(self.metas))
 
 
 class Transport(Protocol):

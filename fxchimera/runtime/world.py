@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fxchimera.errors import FxChimeraError, PipelineError
 from fxchimera.runtime.failure import Cause, Failure, Limits
-from fxchimera.runtime.groups import announce, announced, begin_announcing, destroy, join
+from fxchimera.runtime.groups import Packets, connect, destroy, join, open_devices
 from fxchimera.runtime.sharedfailure import GRACE_SECONDS, SharedFailure, make_store, resolve_cause
 
 __all__ = ["DistributedWorld", "LocalWorld", "World", "make_world"]
@@ -105,8 +105,11 @@ class DistributedWorld:
         self.process = dist.get_rank()
         self.num_processes = num_ranks
         self.ranks: tuple[int, ...] = (self.process,)
-        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=limits.wait_seconds))
-        self.failure: Failure = SharedFailure(limits, make_store(self._group))
+        timeout = datetime.timedelta(seconds=limits.wait_seconds)
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        store = make_store(self._group)
+        self.failure: Failure = SharedFailure(limits, store, self.process, num_ranks)
+        self._packets = Packets(connect(store, "packets", self.process, range(num_ranks), open_devices(), timeout))
         self._thread: threading.Thread | None = self._calls
         self._calls.start()
 
@@ -115,12 +118,12 @@ class DistributedWorld:
         self._check()
         name = f"{what} ({str(value.dtype).removeprefix('torch.')}{list(value.shape)})"
         try:
-            announcement = begin_announcing(name, value, self.num_processes, self._group)
+            announced = self._packets.begin(name, value)
         except Exception as error:
             raise self._broken(error) from error
 
         def call() -> list[torch.Tensor]:
-            small = announced(announcement, value)
+            small = announced()
             if small is not None:
                 return small
             gathered = [torch.empty_like(value) for _ in range(self.num_processes)]
@@ -134,7 +137,7 @@ class DistributedWorld:
         """All-gather one object over gloo."""
 
         def call() -> list[Any]:
-            announce(what, None, self.num_processes, self._group)
+            self._packets.begin(what, None)()
             gathered: list[Any] = [None] * self.num_processes
             dist.all_gather_object(gathered, value, group=self._group)
             return gathered
@@ -146,7 +149,7 @@ class DistributedWorld:
         """Gather one object on rank 0 over gloo."""
 
         def call() -> list[Any]:
-            announce(what, None, self.num_processes, self._group)
+            self._packets.begin(what, None)()
             gathered: list[Any] | None = [None] * self.num_processes if self.process == 0 else None
             dist.gather_object(value, gathered, group=self._group, group_dst=0)
             return gathered or []
@@ -158,7 +161,7 @@ class DistributedWorld:
         """Broadcast rank 0's object over gloo."""
 
         def call() -> Any:
-            announce(what, None, self.num_processes, self._group)
+            self._packets.begin(what, None)()
             holder = [value if self.process == 0 else None]
             dist.broadcast_object_list(holder, group=self._group, group_src=0)
             return holder[0]
@@ -169,7 +172,7 @@ class DistributedWorld:
         """Wait until all ranks are here: one that left early would take the failure store, or a message in flight, from them."""
         if self._thread is not None:
             with contextlib.suppress(FxChimeraError):
-                self._run(lambda: announce("close()", None, self.num_processes, self._group), _PARTING_SECONDS)
+                self._run(lambda: self._packets.begin("close()", None)(), _PARTING_SECONDS)
 
     def close(self) -> None:
         """End the helper threads and leave the groups this object made."""
@@ -182,7 +185,7 @@ class DistributedWorld:
         thread.join(timeout=GRACE_SECONDS)
         if not thread.is_alive():
             destroy(self._group)
-        del self._group
+        del self._group, self._packets
         assert isinstance(self.failure, SharedFailure)
         self.failure.stop()
         self._leave()

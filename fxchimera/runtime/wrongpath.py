@@ -9,7 +9,7 @@ wrong, of any micro-batch, for one that left the path may have left its mark in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -17,9 +17,9 @@ import torch
 from fxchimera.errors import PipelineError
 from fxchimera.runtime.failure import Cause
 from fxchimera.runtime.job import Broken, Job, Result
-from fxchimera.runtime.message import Key, Payload
-from fxchimera.runtime.position import Position
-from fxchimera.schedule.action import Action, Kind
+from fxchimera.runtime.message import Payload
+from fxchimera.runtime.script import Cue, Message
+from fxchimera.schedule.action import Kind
 from fxchimera_passes.assumed import collecting
 
 __all__ = ["WrongPaths"]
@@ -32,54 +32,49 @@ class WrongPaths:
         self._rank, self._job, self._result = rank, job, result
 
     @contextmanager
-    def noticing(self, microbatch: int) -> Iterator[None]:
+    def noticing(self, cue: Cue) -> Iterator[None]:
         """Keep the true answers of assumptions that a forward finds wrong, also when it fails afterwards."""
+        if cue.action.kind is not Kind.F:
+            yield
+            return
         with collecting() as answers:
             try:
                 yield
             finally:
                 if answers:
-                    self._result.answers.setdefault(microbatch, {}).update(answers)
+                    self._result.answers.setdefault(cue.microbatch, {}).update(answers)
 
-    def attempt(
-        self, action: Action, compute: Callable[[Action], None], take: Callable[[Action], object], position: Position
-    ) -> bool:
-        """Do ``compute(action)``; False where it fails, or its stage has failed in this micro-batch before.
+    def attempt(self, cue: Cue, compute: Callable[[Cue], None], take: Callable[[Message], object]) -> bool:
+        """Do ``compute(cue)``; False where it fails, or its stage has failed in this micro-batch before.
 
         Args:
-            action: A compute.
+            cue: A computation of a micro-batch with assumed answers.
             compute: Does it.
             take: Takes a message off its channel, which must not be left there.
-            position: Says where the action is, for the error.
 
         Raises:
-            Exception: Nothing was assumed in this micro-batch, or another rank has failed.
+            PipelineError: Another rank has failed.
         """
-        microbatch, stage = action.microbatch, action.stage
-        assert microbatch is not None
-        program = self._job.programs[microbatch]
-        if (microbatch, stage) in self._result.broken:
-            if action.kind is not Kind.W and stage + 1 < len(program.plan.stages):
-                take(Action(stage, Kind.RECV_B, microbatch))
+        place = (cue.microbatch, cue.action.stage)
+        if place in self._result.broken:
+            if cue.reads is not None:
+                take(cue.reads)
             return False
         try:
-            compute(action)
+            compute(cue)
+        except PipelineError:
+            raise
         except Exception as error:
-            if isinstance(error, PipelineError) or not program.captured.assumed:
-                raise
-            text = f"{position.on_rank()}: {type(error).__name__}: {error}"
-            self._result.broken[microbatch, stage] = Broken(Cause(self._rank, text), error)
+            text = f"{cue.position.on_rank()}: {type(error).__name__}: {error}"
+            self._result.broken[place] = Broken(Cause(self._rank, text), error)
             return False
         return True
 
-    def blanks(self, action: Action) -> Mapping[Key, Payload]:
-        """What the neighbouring stage gets instead of the result of ``action``."""
-        microbatch, stage = action.microbatch, action.stage
-        assert microbatch is not None
-        program = self._job.programs[microbatch]
-        if action.kind is Kind.F and stage + 1 < len(program.plan.stages):
-            zeros = [torch.zeros(m.shape, dtype=m.dtype, device=program.captured.device) for m in program.forward_metas(stage + 1)]
-            return {Key.of(Action(stage, Kind.SEND_F, microbatch)): [*zeros]}
-        if action.kind in (Kind.B, Kind.I) and stage > 0:
-            return {Key.of(Action(stage, Kind.SEND_B, microbatch)): [None] * len(program.backward_metas(stage - 1))}
-        return {}
+    def blanks(self, cue: Cue) -> Payload:
+        """What the neighbouring stage gets instead of the result of ``cue``: zeros for activations, no gradients."""
+        program, stage = cue.program, cue.action.stage
+        assert program is not None
+        if cue.action.kind is Kind.F:
+            device = program.captured.device
+            return [torch.zeros(meta.shape, dtype=meta.dtype, device=device) for meta in program.forward_metas(stage + 1)]
+        return [None] * len(program.backward_metas(stage - 1))

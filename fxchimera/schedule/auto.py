@@ -6,14 +6,18 @@
     the best of those                annealed with the rest of the budget
 
 A shape whose proven bound is above what was found already is left out, and the search ends early when a bound is reached.  As the
-published orders take part, the result is never worse than any of them within the same limits.
+published orders take part, the result is never worse than any of them within the same limits.  Where splitting a backward has a
+price, so does what a search without the price finds in a part of the budget: it is never worse than that at the true price either.
 
 The budget is counted in operations looked at, a million of which take about a second of one core; so the result depends on the
-arguments alone, not on the machine, its load or Python's hash seed.
+arguments alone, not on the machine, its load, the unit of the costs or Python's hash seed.  Where the budget is too small even for
+the published orders (32 ranks, 256 micro-batches, a second) they are made nevertheless, and the best of them is returned: at most
+about twice the budget.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from fxchimera.errors import ScheduleError
@@ -57,11 +61,15 @@ def auto(
     """
     if search not in ("default", "thorough"):
         raise ScheduleError(f'search must be "default" or "thorough", got {search!r}')
+    if num_ranks < 1:
+        raise ScheduleError(f"num_ranks must be at least 1, got {num_ranks}")
     if len(costs.forward) not in (num_ranks, 2 * num_ranks):
         raise ScheduleError(
             f"the costs cover {len(costs.forward)} stages, and there are {num_ranks} ranks; give one entry a rank, or two"
         )
     given = seconds if seconds is not None else _DEFAULT_SECONDS if search == "default" else _THOROUGH_SECONDS
+    if not 0 <= given < math.inf:
+        raise ScheduleError(f"seconds must be finite and not negative, got {given}")
     run = Search(
         num_ranks, n_microbatches, costs, limits or Limits(), int(given * _PER_SECOND), seed, thorough=search == "thorough"
     )

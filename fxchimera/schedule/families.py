@@ -60,7 +60,9 @@ def make_order(schedule: str, num_stages: int, n_microbatches: int) -> Order:
     known = schedules()
     name = schedule.lower()
     if name not in known:
-        raise ScheduleError(f"unknown schedule {schedule!r}; the schedules are {', '.join(map(repr, known))}")
+        if name == "auto":
+            raise ScheduleError("'auto' is a search, not a family: it needs costs; call auto(num_ranks, n_microbatches, costs)")
+        raise ScheduleError(f"unknown schedule {schedule!r}; the schedules are {', '.join(map(repr, known))}, and 'auto'")
     if num_stages == 1:
         plain = one_f_one_b(1, n_microbatches)
         return Order(name, plain.placement, plain.ranks)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from fxchimera.errors import ScheduleError
 from fxchimera.schedule.bounds import Bound
 from fxchimera.schedule.certificate import Certificate
 from fxchimera.schedule.order import Order
@@ -25,6 +27,9 @@ class Limits:
         chunks: Stages of a pipe on a rank; 1 cuts the model into D stages, 2 allows V shapes, which cut it into 2D.
         split: Whether backwards may be split in input and weight gradients.
         shapes: Names of the shapes to consider (templates.py); all when empty.
+
+    Raises:
+        ScheduleError: A number is not one, or a size is negative.
     """
 
     peak: float | None = None
@@ -34,6 +39,16 @@ class Limits:
     chunks: int = 2
     split: bool = True
     shapes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, values in (
+            ("peak", (self.peak or 0.0,)),
+            ("capacity", self.capacity),
+            ("activation_bytes", self.activation_bytes),
+        ):
+            for value in values or ():
+                if math.isnan(value) or (value < 0 and name == "activation_bytes"):
+                    raise ScheduleError(f"{name} must be a number, activation_bytes not below 0; got {value}")
 
 
 @dataclass(frozen=True, slots=True)

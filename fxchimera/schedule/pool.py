@@ -1,4 +1,7 @@
-"""The shapes that a search considers, with their problems and bounds, and the best plans found of each.  Times in the search's unit."""
+"""The shapes that a search considers, with their problems and bounds, and the best plans found of each.
+
+All in the search's unit (scale.py); only a result is in seconds again.
+"""
 
 from __future__ import annotations
 

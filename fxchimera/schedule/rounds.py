@@ -17,6 +17,7 @@ class Round:
         hot: First temperature.
         anew: Begin again from what rules, papers and beams gave instead of what was annealed so far.
         whole: Without the mirror symmetry (fold.py).
+        toggles: Share of the moves that fuse or split a backward, where splitting has a price.
     """
 
     keep: int
@@ -24,6 +25,7 @@ class Round:
     hot: float
     anew: bool = False
     whole: bool = False
+    toggles: float = 0.15
 
 
 DEFAULT = (Round(6, 0.06, 0.03), Round(2, 0.25, 0.03), Round(1, 0.7, 0.03), Round(1, 1.0, 0.03, whole=True))

@@ -3,8 +3,8 @@
 What the search takes as equal, 1e-9 of its unit, is so a share of the costs, and the order it finds does not depend on the unit in
 which seconds are given.
 
-Numbers are rounded to 2^-40 of the unit.  Sums of such numbers are exact up to 8,192 units: what is equal is equal in whatever order
-it is added up, and seconds that differ from others by a factor give the same numbers.
+Numbers are rounded to 2^-40 of the unit.  Sums of such numbers are exact up to 8,192 units: what is equal is equal in whatever
+order it is added up, and seconds that differ from others by a factor give the same numbers.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Search(Pool):
         return [candidates[0] for candidates in self.best if candidates]
 
     def _forget_the_price(self) -> None:
-        """Adds what a search finds to which splitting a backward costs nothing, as it is and with backwards whole where that pays.
+        """Adds what a search finds to which splitting a backward costs nothing, and the best of it with backwards whole where that pays.
 
         Small prices make the search's ground rough, and good orders are near the ones without a price.
         """
@@ -98,13 +98,13 @@ class Search(Pool):
         budget = int(unpriced_share(self.costs) * self.budget)
         if budget < 16 * self.spent_on_one(0):
             return  # no time for more than the published orders, which take part anyway
-        free = Search(self.num_ranks, self.number, unpriced(self.given), self.limits, budget, self.seed)
+        free = Search(self.num_ranks, self.number, unpriced(self.given), self.limits, budget, self.seed, thorough=self.thorough)
         number, plan = free.run()
-        self.used += free.used
-        plans = [(number, plan)] + [(one.shape, one.plan) for one in free._found()]
-        for number, plan in plans:
-            self.add(number, plan)
-            self.add(number, fused_where_free(self.problems[number], plan, budget, anywhere=True)[0])
+        for one in free._found():
+            self.add(one.shape, one.plan)
+        self.add(number, plan)
+        self.add(number, fused_where_free(self.problems[number], plan, self.budget // 20, anywhere=True)[0])
+        self.used += free.used + self.budget // 20
 
     def _list_rules(self, number: int, budget: int) -> None:
         """Tries rules until the budget is used or the bound is reached; goes on where an earlier call stopped."""
@@ -165,7 +165,7 @@ class Search(Pool):
         starts = [one for number in open_[:1] for _, one in sorted(self.whole[number].items())[:2]]
         left = self.budget - self.used
         for turn, one in enumerate(starts):
-            self._anneal(one, int(0.5 * left / len(starts)), Round(1, 1.0, 0.15), 2000 + turn)
+            self._anneal(one, int(0.75 * left / len(starts)), Round(1, 1.0, 0.15, toggles=0.3), 2000 + turn)
 
     def _shorten(self) -> None:
         """Anneals the best few plans briefly, fewer of them for longer, then the best one with what is left."""
@@ -194,7 +194,7 @@ class Search(Pool):
         settings = Annealing(
             budget=budget - start,
             hot=how.hot,
-            toggles=0.15 if problem.split and priced else 0.0,
+            toggles=how.toggles if problem.split and priced else 0.0,
             in_turn=self._wide(),
             floor=self.bounds[one.shape].seconds,
             seed=self.seed + turn,

@@ -12,6 +12,7 @@ plan ends too late: an operation's end plus the shortest chain after it is a bou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from fxchimera.schedule.problem import Plan, Problem
 
 __all__ = ["NEVER", "Shop", "accept", "make_shop", "makespan_of", "retime"]
 
-NEVER = 1e300
+NEVER = math.inf
 
 
 @dataclass(slots=True)

@@ -4,9 +4,9 @@ shape               chunks   copies   published orders
 one-way             1        1        gpipe, 1f1b, zb-h1
 interleaved         2        1        interleaved-1f1b
 v                   2        1        zbv, v-half, dualpipev
-bidirectional       1        2        chimera (direct, doubling), continuous, dualpipe
+bidirectional       1        2        chimera (direct, doubling, halving), continuous, dualpipe
 bidirectional-v     2        2        none
-two pairs           1        4        chimera-4
+two-pairs           1        4        chimera-4
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def shapes(num_ranks: int, n_microbatches: int) -> tuple[Shape, ...]:
     if num_ranks == 1:
         return tuple(found)
     if n_microbatches > 1:
-        families = ("chimera", "chimera-doubling", "continuous", "dualpipe")
+        families = ("chimera", "chimera-doubling", "chimera-halving", "continuous", "dualpipe")
         found.append(Shape("bidirectional", 1, 2, bidirectional, families))
     found.append(Shape("v", 2, 1, v_shape, ("zbv", "v-half", "dualpipev")))
     found.append(
@@ -67,7 +67,7 @@ def shapes(num_ranks: int, n_microbatches: int) -> tuple[Shape, ...]:
     )
     if n_microbatches > 1:
         found.append(Shape("bidirectional-v", 2, 2, bidirectional_v, ()))
-    if num_ranks % 4 == 0 and n_microbatches > 3:
+    if num_ranks % 4 == 0 and n_microbatches > 2:
         found.append(Shape("two-pairs", 1, 4, lambda ranks, number: mirrored_pairs(ranks, number, 2), ("chimera-4",)))
     return tuple(found)
 

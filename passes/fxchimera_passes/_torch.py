@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks  # type: ignore[
 from torch._C._functorch import peek_interpreter_stack  # type: ignore[attr-defined,unused-ignore]
 from torch._functorch import apis as functorch_apis
 from torch._ops import OpOverload
+from torch.autograd import Variable
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -51,6 +52,7 @@ __all__ = [
     "profiling",
     "quiet",
     "real_values",
+    "run_backward",
     "saved_tensor_hook",
     "storage_key",
     "tensor_tables",
@@ -93,6 +95,20 @@ def memory_is_shared(tensor: Tensor) -> bool:
     except (NotImplementedError, RuntimeError):
         return False
     return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # ``tensor`` and ``storage``
+
+
+def run_backward(
+    roots: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor] = (), *, keep_graph: bool = False, add: bool = True
+) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.backward``, or with ``add=False`` ``torch.autograd.grad``, for roots whose gradients are given.
+
+    The public functions look at every root in Python first, with code for symbolic shapes, which takes half as long as the
+    backward of a small stage; the engine checks the shapes again.
+    """
+    found: tuple[Tensor | None, ...] = Variable._execution_engine.run_backward(
+        tuple(roots), tuple(gradients), keep_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=add
+    )
+    return found
 
 
 class MemoryRef:

@@ -15,23 +15,29 @@ from torch import fx
 from fxchimera_passes.captured import Captured, info
 from fxchimera_passes.errors import CaptureError
 
-__all__ = ["BYTES_PER_SECOND", "NodeCosts", "analytic", "backward_factors", "seconds_of"]
+__all__ = ["LINK_BYTES_PER_SECOND", "NodeCosts", "analytic", "backward_factors", "seconds_of"]
 
-# A current accelerator at half of its peak; only the ratio matters for where a graph is cut.
+# An accelerator such as NVIDIA's A100 (312 Tflop/s, 2.0 TB/s, and 300 GB/s to another one each way) at two thirds of its peak; only
+# the ratios matter for where a graph is cut.
 _FLOPS_PER_SECOND = 2.0e14
-BYTES_PER_SECOND = 1.5e12
+_BYTES_PER_SECOND = 1.5e12
+LINK_BYTES_PER_SECOND = 2.0e11
 
 
 @dataclass(frozen=True, slots=True)
 class NodeCosts:
-    """Seconds of one micro-batch by node name, forward and backward."""
+    """Seconds of one micro-batch by node name, forward and backward.
+
+    ``deferrable`` are those of the backward that are for weights whose gradients can be put off; None: not known.
+    """
 
     forward: Mapping[str, float]
     backward: Mapping[str, float]
+    deferrable: Mapping[str, float] | None = None
 
 
 def analytic(
-    captured: Captured, *, flops_per_second: float = _FLOPS_PER_SECOND, bytes_per_second: float = BYTES_PER_SECOND
+    captured: Captured, *, flops_per_second: float = _FLOPS_PER_SECOND, bytes_per_second: float = _BYTES_PER_SECOND
 ) -> NodeCosts:
     """Estimate every node from its floating-point operations and the bytes it moves.
 
@@ -54,7 +60,7 @@ def analytic(
 
 
 def seconds_of(
-    flops: float, moved: float, flops_per_second: float = _FLOPS_PER_SECOND, bytes_per_second: float = BYTES_PER_SECOND
+    flops: float, moved: float, flops_per_second: float = _FLOPS_PER_SECOND, bytes_per_second: float = _BYTES_PER_SECOND
 ) -> float:
     """Estimate the seconds of some floating-point operations that move some bytes."""
     return flops / flops_per_second + moved / bytes_per_second

@@ -97,7 +97,7 @@ def _stage(tables: _Tables, span: _Span, owned: tuple[str, ...]) -> Stage:
     parameters = dict.fromkeys(chain.from_iterable([by_node[i] for i in readers if i in by_node]))
     parameters.update(dict.fromkeys(name for name in owned if name in captured.beside))  # on another path it reads these
     buffers = dict.fromkeys(chain.from_iterable([live.known[i].buffers for i in (*run, *attributes)]))
-    names = [live.nodes[i].name for i in run]
+    names, later = [live.nodes[i].name for i in run], costs.deferrable
     return Stage(
         index=span.number,
         nodes=tuple(names),
@@ -109,6 +109,7 @@ def _stage(tables: _Tables, span: _Span, owned: tuple[str, ...]) -> Stage:
         owned=owned,
         forward_seconds=sum([costs.forward.get(name, 0.0) for name in names]),
         backward_seconds=sum([costs.backward.get(live.nodes[i].name, 0.0) for i in group]),
+        deferrable_seconds=None if later is None else sum([later.get(live.nodes[i].name, 0.0) for i in group]),
         parameter_bytes=sum([tables.reads.sizes[name] for name in dict.fromkeys((*parameters, *owned))]),
         activation_bytes=_held_bytes(live, run, span),
     )

@@ -53,9 +53,11 @@ _SWITCHES = ("train", "training")
 def microbatch_randomness(seed: int, step: int, microbatch: int) -> Iterator[None]:
     """Name the micro-batch whose forward runs inside, in this thread."""
     token = _MICROBATCH.set((seed, step, microbatch))
+    _CHECKPOINTS.hold()
     try:
         yield
     finally:
+        _CHECKPOINTS.release()
         _MICROBATCH.reset(token)
 
 
@@ -137,14 +139,12 @@ class KeyedMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.where, self.keys, self.done = where, keys, done
 
     def __enter__(self) -> KeyedMode:
-        _CHECKPOINTS.hold()
         self.token = _ACTIVE.set(self)
         return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         _ACTIVE.reset(self.token)
-        _CHECKPOINTS.release()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Pass everything on, random operations under their key."""
@@ -174,7 +174,7 @@ def _replayed(function: Callable[..., Any]) -> Callable[..., Any]:
     return Replay(function, lambda: _ACTIVE.get() is not None, lambda: KeyedMode(where, keys, done))
 
 
-_CHECKPOINTS = Replacement(_replayed)
+_CHECKPOINTS = Replacement(_replayed, lambda: _MICROBATCH.get() is not None)
 
 
 def _key(keys: tuple[RandomKey, ...], place: int) -> RandomKey:

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from fxchimera_passes.analytic import NodeCosts, backward_factors
 from fxchimera_passes.assumed import collecting
 from fxchimera_passes.capture.state import generators_untouched
+from fxchimera_passes.capture.targets import reached
 from fxchimera_passes.captured import Captured, info
 from fxchimera_passes.errors import CaptureError
 from fxchimera_passes.inplace import written
@@ -74,7 +75,7 @@ class _Meter:
         """Time the nodes of a stage."""
         named = {node.name: node for node in self.captured.graph.nodes}
         for value, tensor in zip(stage.received, received, strict=True):
-            self.values[named[value.name]] = tensor.detach().requires_grad_(value.meta.requires_grad)
+            self.values[named[value.name]] = tensor.detach().clone().requires_grad_(value.meta.requires_grad)
         own = set(stage.nodes)
         return self._run([n for n in self.captured.graph.nodes if n.name in own or n.op in ("placeholder", "get_attr")], tensors)
 
@@ -120,9 +121,9 @@ class _Meter:
         self.backward[node.name] = statistics.median(backward for _, backward, _ in runs)
         outputs, form = flatten(runs[-1][2])
         needs = [output.requires_grad for output in outputs]
-        if writes:  # the timed runs wrote into copies; this one makes the change that later nodes read
-            with torch.no_grad():
-                outputs, form = flatten(self._call(node, args, kwargs, Scope(autocast=info(node).autocast)))
+        if writes or _fills(node):  # the timed runs changed copies; this one makes the change that later nodes read
+            grad = not writes and info(node).grad_enabled
+            outputs, form = flatten(self._call(node, args, kwargs, Scope(grad, info(node).autocast)))
         return form.rebuild([output.detach().requires_grad_(need) for output, need in zip(outputs, needs, strict=True)])
 
     def _once(self, node: fx.Node, tensors: Sequence[Tensor], structure: Structure, writes: bool) -> tuple[float, float, Any]:
@@ -149,6 +150,11 @@ class _Meter:
         elif node.op == "call_method":
             function = getattr(torch.Tensor, str(node.target))
         return call_in_scope(scope, function, *args, **kwargs)
+
+
+def _fills(node: fx.Node) -> bool:
+    """Whether a later node reads a tensor out of a container that this one is given and fills."""
+    return any(user.target is reached and user.args[-1] is node for user in node.users)
 
 
 def _clocked(function: Callable[[], Any]) -> tuple[float, Any]:

@@ -13,7 +13,6 @@ NONE, SELECTIVE, FULL = MODES = ("none", "selective", "full")
 """How much of a stage's forward is run again in its backward, instead of being kept."""
 
 
-
 @dataclass(frozen=True, slots=True)
 class BoundaryValue:
     """A tensor that is sent from one stage to the next: the name of its node and its meta data."""
@@ -26,13 +25,15 @@ class BoundaryValue:
 class Load:
     """What a stage costs for one micro-batch: seconds forward and backward, and the bytes that it sends on in the forward.
 
-    ``recompute_seconds`` of the backward are for running a part of the forward again.
+    ``recompute_seconds`` of the backward are for running a part of the forward again, ``deferrable_seconds`` for weights whose
+    gradients can be put off (None: not known).
     """
 
     forward_seconds: float
     backward_seconds: float
     sent_bytes: int
     recompute_seconds: float = 0.0
+    deferrable_seconds: float | None = None
 
     @property
     def cost_seconds(self) -> float:
@@ -53,7 +54,8 @@ class Stage:
 
     ``recompute`` tells which of ``MODES`` the stage runs in; both figures above are with it.  Its backward takes
     ``recompute_seconds`` of ``backward_seconds`` for that, and needs ``recompute_bytes`` on top while it runs.  ``kept_whole`` says
-    of nodes that cannot be run again why.
+    of nodes that cannot be run again why.  ``deferrable_seconds`` of the backward are for weights whose gradients can be put off
+    (None: not known).
     """
 
     index: int
@@ -72,6 +74,7 @@ class Stage:
     recompute_seconds: float = 0.0
     recompute_bytes: int = 0
     kept_whole: tuple[str, ...] = field(default=(), repr=False)
+    deferrable_seconds: float | None = None
 
     @property
     def cost_seconds(self) -> float:

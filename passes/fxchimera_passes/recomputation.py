@@ -90,7 +90,7 @@ class Recomputation:
             recompute_bytes=max((self._extra(region, held) for region in regions), default=0),
             backward_seconds=stage.backward_seconds + seconds,
             activation_bytes=sum(held.values()),
-            kept_whole=tuple(f"{self.live.nodes[i].name} {why}" for i, why in sorted(left.items())),
+            kept_whole=tuple(f"{self._name(i)} {why}" for i, why in sorted(left.items())),
         )
 
     def regions(self, stage: Stage, mode: str) -> tuple[Region, ...]:
@@ -107,6 +107,10 @@ class Recomputation:
         calls = [i for i, node in enumerate(self.live.nodes) if node.op.startswith("call")]
         whole = sum(self.costs.forward.get(self.live.nodes[i].name, 0.0) for i in calls)
         return sum(self._seconds(i, mode) for i in calls) / whole if whole else 0.0
+
+    def _name(self, i: int) -> str:
+        node = self.live.nodes[i]
+        return str(node.target) if node.op == "call_module" else node.name
 
     def kept_share(self, mode: str) -> float:
         """The part of all activations that is kept, were the whole recording one stage."""

@@ -1,6 +1,6 @@
 """Make one call of each region of a stage's graph, so that something else may run it: now, and again in the backward.
 
-    h -> linear -> gelu -> linear -> y        becomes        h -> region_0 -> y
+``h -> linear -> gelu -> linear -> y`` becomes ``h -> region 0 -> y``.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     linear  gelu  batch_norm  linear  dropout  add_  linear
     |--- run ---|     .       |------- run --------------|        batch norm writes its statistics; add_ writes what the run made
 
-A node that is repeated finds its inputs as they were: memory that is written in place is made, written and last read inside one run,
-or everything that touches it is left out.
+A node that is repeated finds its inputs as they were: memory that is written in place is made, written and last read inside one
+run, or everything that touches it is left out.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ __all__ = ["Repeatable"]
 
 # What hangs a hook or a flag on a tensor that may come from outside of what is repeated.
 _EFFECTS = frozenset(["__set__", "requires_grad_", "register_hook", "retain_grad", "register_post_accumulate_grad_hook"])
+
+_CACHES = frozenset(["_flat_weights", "_flat_weight_refs"])  # a recurrent layer's list of its own weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +52,18 @@ class Repeatable:
         return cls(live, {i: reason for i, reason in found if reason}, opaque)
 
     def runs(self, nodes: Sequence[int], *, whole: bool) -> tuple[tuple[tuple[int, ...], ...], dict[int, str]]:
-        """The longest runs of ``nodes``, those of a stage in order, that may be repeated, as a ``whole`` or in part; why others not."""
+        """The longest runs of ``nodes``, those of a stage in order, that may be repeated; and why the others may not.
+
+        Without ``whole`` the dear results inside a node are kept, so that it is repeated in part.
+        """
         left = {i: "is compiled, so that it cannot be run again in part" for i in nodes if i in self.compiled and not whole}
         left |= {i: self.reasons[i] for i in nodes if i in self.reasons}
-        places = [(m, self._touching(m, nodes)) for m in nodes if self.live.known[m].mutates]
+        places = [(m, self._touching(m, nodes)) for m in nodes if self.live.known[m].mutates and not self._writes_state(m)]
         while True:
             runs = _runs(nodes, left)
             where = {i: number for number, run in enumerate(runs) for i in run}
             torn = {
-                i: f"shares memory that {self.live.nodes[m].name} writes"
+                i: f"shares memory that {self.live.nodes[m].name} writes" if i != m else "writes memory that is read elsewhere"
                 for m, touching in places
                 if len({where.get(i, -1) for i in touching}) > 1 or -1 in touching
                 for i in touching
@@ -80,6 +85,12 @@ class Repeatable:
             if not numbers.isdisjoint(near) or not numbers.isdisjoint(number for number, _ in live.known[i].dear):
                 found.add(i)
         return found
+
+    def _writes_state(self, writer: int) -> bool:
+        """Whether a node writes nothing but buffers: their readers are left out anyhow."""
+        live = self.live
+        targets = [s for s in live.inputs[writer] if live.nodes[s].name in live.known[writer].mutates]
+        return all(live.nodes[target].op == "get_attr" and live.known[target].buffers for target in targets)
 
     def _is_parameter(self, i: int) -> bool:
         return self.live.nodes[i].op == "get_attr" and bool(self.live.known[i].parameters)
@@ -108,7 +119,8 @@ def _reason(captured: Captured, live: Liveness, i: int, dirty: set[str]) -> str:
         return f"reads {_names(sorted(read))}, which the forward writes"
     if node.op == "call_module":
         target = str(node.target)
-        stateful = [path for path in captured.report.stateful if target == WHOLE or within(path, target)]
+        changing = (path for path, names in captured.report.stateful.items() if not _CACHES.issuperset(names))
+        stateful = [path for path in changing if target == WHOLE or within(path, target)]
         if stateful:
             return f"changes Python state of {stateful[0] or 'the model'}"
     if not known.hookable:

@@ -32,8 +32,8 @@ class StageGraph:
     """The graph of one stage.
 
     ``constants`` are the recording's constants that the graph reads, by attribute name.  ``modules`` are the qualified names of the
-    leaf modules that it calls, ``attributes`` those of the parameters and buffers that it reads itself.  ``regions`` are the names of
-    the nodes that are run again in the backward, region by region.
+    leaf modules that it calls, ``attributes`` those of the parameters and buffers that it reads itself.  ``regions`` are the names
+    of the nodes that are run again in the backward, region by region.
     """
 
     stage: Stage

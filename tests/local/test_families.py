@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-import time
 from typing import Any
 
 import pytest
@@ -13,14 +12,13 @@ import torch
 
 import fxchimera
 from fxchimera.planner.ascending import ascending
-from fxchimera.runtime.deferral import Deferral
-from fxchimera.runtime.division import Division
 from fxchimera.schedule.action import Action, Kind
 from fxchimera.schedule.auto import auto
 from fxchimera.schedule.families import make_order, schedules
 from fxchimera.schedule.limits import Limits
 from fxchimera.schedule.order import Order
 from fxchimera.schedule.profile import Costs
+from tests.local.divided import waiting_for_w
 from tests.local.wrapped import reference, step, wrap
 from tests.models import MODELS
 from tests.parity import assert_bitwise
@@ -134,9 +132,7 @@ def test_any_order_of_the_parts_has_the_same_bits(seed: int) -> None:
 @pytest.mark.parametrize("family", ["zbv", "dualpipe"])
 def test_weight_gradients_really_wait(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All parameters of a chain of linears get their gradient in W, of each micro-batch, in the first step as in the second."""
-    waiting: list[int] = []
-    for parts in (Deferral, Division):
-        monkeypatch.setattr(parts, "weight_part", lambda self, run=parts.weight_part: (waiting.append(len(self.parameters)), run(self)))
+    waiting = waiting_for_w(monkeypatch)
     example = MODELS["mlp"](batch=16)
     order: Any = make_order(family, 2, 8)
     sizes = [0] * len(order.placement.pipes[0])
@@ -144,24 +140,7 @@ def test_weight_gradients_really_wait(family: str, monkeypatch: pytest.MonkeyPat
         for stage in pipe.plan.stages:
             sizes[stage.index] = len(stage.parameters)
         step(pipe, example)
-        first = sorted(waiting)
+        first = sorted(map(len, waiting))
         waiting.clear()
         step(pipe, example)
-    assert first == sorted(waiting) == sorted(sizes[action.stage] for _, action in order if action.kind is Kind.W)
-
-
-def test_delays_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random sleeps before each action: what ranks wait for changes, sums do not."""
-    from fxchimera.runtime import executor
-
-    example = MODELS["gpt2"](batch=16, dropout=0.1)
-    expected = reference(example, 2, 8, "zbv")
-    act, generator = executor._Run.act, random.Random(3)
-
-    def late(self: Any, action: Any) -> None:
-        time.sleep(generator.choice([0.0, 0.0, 0.004]))
-        act(self, action)
-
-    monkeypatch.setattr(executor._Run, "act", late)
-    with wrap(example, 2, 8, "zbv") as pipe:
-        assert_bitwise(step(pipe, example), expected)
+    assert first == sorted(map(len, waiting)) == sorted(sizes[action.stage] for _, action in order if action.kind is Kind.W)

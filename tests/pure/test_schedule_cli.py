@@ -93,6 +93,14 @@ def test_exchange_is_beside_the_computations(capsys):
         (["--schedule", "chimera", "--stages", "3"], "chimera needs an even number of stages"),
         (["--peak", "0.5"], "one micro-batch alone needs 1 there"),
         (["--split-cost", "-1"], "share of at least 0, got -1"),
+        (["--stages", "0"], "--stages must be at least 1, got 0"),
+        (["--stages", "0", "--schedule", "gpipe"], "num_stages must be at least 1, got 0"),
+        (["--microbatches", "0"], "n_microbatches must be at least 1, got 0"),
+        (["--seconds", "nan"], "seconds must be finite and not negative, got nan"),
+        (["--peak", "nan"], "peak must be a number"),
+        (["--exchange", "-1", "--schedule", "chimera"], "--exchange must be finite and not negative, got -1"),
+        (["--svg", "/nowhere/a.svg", "--schedule", "gpipe"], "cannot write /nowhere/a.svg: No such file or directory"),
+        (["--csv", "/nowhere/a.csv", "--schedule", "gpipe"], "cannot write /nowhere/a.csv: No such file or directory"),
     ],
 )
 def test_mistakes(capsys, arguments, message):
@@ -103,6 +111,9 @@ def test_mistakes(capsys, arguments, message):
 def test_wrong_files(capsys, tmp_path):
     path = tmp_path / "order.csv"
     lines = make_order("1f1b", 2, 2).to_csv().splitlines()
+    path.write_bytes(b"\xff\xfe")
+    assert main(["simulate", "--schedule", str(path), "--stages", "2"]) == 1
+    assert "cannot read" in capsys.readouterr().err
     for text, message in (
         ("", "holds no actions"),
         ("0B0\n", "holds no forward"),

@@ -92,8 +92,10 @@ def test_chimera_refuses_odd_depths(depth):
 
 def test_names():
     assert make_order("Chimera", 4, 4) == make_order("chimera", 4, 4)
-    with pytest.raises(ScheduleError, match=r"unknown schedule 'zigzag'.*'gpipe', '1f1b', 'chimera'"):
+    with pytest.raises(ScheduleError, match=r"unknown schedule 'zigzag'.*'gpipe', '1f1b', 'chimera'.*'dualpipev', and 'auto'$"):
         make_order("zigzag", 4, 4)
+    with pytest.raises(ScheduleError, match=r"'auto' is a search.*call auto\(num_ranks, n_microbatches, costs\)"):
+        make_order("auto", 4, 4)
     for schedule in FAMILIES:
         with pytest.raises(ScheduleError, match="n_microbatches must be at least 1, got 0"):
             make_order(schedule, 2, 0)

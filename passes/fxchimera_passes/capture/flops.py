@@ -46,8 +46,9 @@ def bytes_of(operator: OpOverload, args: tuple[Any, ...], result: Any) -> float:
 def dear(operator: OpOverload, args: tuple[Any, ...]) -> bool:
     """Tell whether a call does so much arithmetic that its result is better kept than computed again.
 
-    Products, convolutions, attention, recurrent layers and transforms; but not a batched product that is larger than what it is made
-    of, as the scores of attention are (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models").
+    Products, convolutions, attention, recurrent layers and transforms; but not a batched product that is larger than what it is
+    made of, as the scores of attention are (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
+    Models").
     """
     name = operator.overloadpacket.__name__
     if name not in _OWN and operator.overloadpacket not in flop_registry:

@@ -18,6 +18,7 @@ from fxchimera_passes.capture.fakes import fake_of
 from fxchimera_passes.capture.frames import Frames
 from fxchimera_passes.capture.functions import FunctionRule
 from fxchimera_passes.capture.libraries import values_readable
+from fxchimera_passes.capture.leaning import leaning
 from fxchimera_passes.capture.lines import user_line
 from fxchimera_passes.capture.modules import ModuleRule
 from fxchimera_passes.capture.names import Names
@@ -46,6 +47,11 @@ class _Seed:
 
     def __call__(self, inputs: tuple[Tensor, ...]) -> int:
         return seed_now(self.key)
+
+
+def _never(inputs: tuple[Tensor, ...]) -> object:
+    """Evaluates to something else each time: what leans is for planning, no micro-batch draws it."""
+    return object()
 
 
 class Recorder:
@@ -122,7 +128,9 @@ class Recorder:
             seed_host(seed_now(key))
             self.host.moved()
             self.host_keys.append(key)
-            self.reads.guard(f"draws of {name or 'the model'} from Python's or numpy's generator", _Seed(key))
+            self.reads.drew = True
+            holds = _Seed(key) if self.lean is None else _never
+            self.reads.guard(f"draws of {name or 'the model'} from Python's or numpy's generator", holds)
 
     def check_hooks(self) -> None:
         """Note that autograd would save tensors through a hook here (checkpointing, offloading), which a stage does not do."""
@@ -185,7 +193,8 @@ class Recorder:
         args, kwargs = structure.rebuild(fakes)
         readable = values_readable(self.reads.readable)
         patches = patched(self.modules, self.functions.apply, self.transforms.vmap)
-        with self.mode, patches, self.attributes.installed(), readable, self.watch, self.functions:
+        even = leaning(self.lean if self.seeded else None)
+        with self.mode, patches, self.attributes.installed(), readable, even, self.watch, self.functions:
             output = self.model(*args, **kwargs)
         self.attributes.settle()
         tensors, out = flatten(output)
