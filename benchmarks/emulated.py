@@ -18,23 +18,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import multiprocessing
 import os
-import socket
 import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as torch_mp
+from launched import on_ranks, run_step
 from machine import hop_seconds, stage_excess_seconds
 from sleeping import SleepingStage, squared_error
 from torch_peers import PEERS, ideal_seconds, make_peer
@@ -161,36 +155,12 @@ def make_steps(args: argparse.Namespace, rank: int, cleanup: ExitStack) -> tuple
     return steps, table
 
 
-def run_step(step: Callable[[], object]) -> tuple[float, float]:
-    """Run one step on every rank; return latest end minus earliest start, and the ranks' mean processor time, in seconds."""
-    dist.barrier()
-    start, busy = time.monotonic(), time.process_time()
-    step()
-    busy = time.process_time() - busy
-    span = torch.tensor([-start, time.monotonic()], dtype=torch.float64)  # [2]: one MAX reduction finds both extremes
-    dist.all_reduce(span, dist.ReduceOp.MAX)
-    total = torch.tensor([busy], dtype=torch.float64)
-    dist.all_reduce(total)
-    return float(span.sum()), float(total) / dist.get_world_size()
-
-
-def worker(rank: int, args: argparse.Namespace, port: int, result: str) -> None:
-    """Be one device: build every schedule, measure, and leave the table of rank 0 in the file ``result``."""
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(args.stages), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
-    if args.realtime:
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-    dist.init_process_group("gloo")
+def work(rank: int, args: argparse.Namespace) -> Table:
+    """Be one device: build every schedule and measure."""
     with ExitStack() as cleanup:
         steps, table = make_steps(args, rank, cleanup)
         measure(steps, table, args.repeats)
-        if rank == 0:
-            Path(result).write_text(json.dumps(table))
-        dist.barrier()
-    dist.destroy_process_group()
+        return table
 
 
 def measure(steps: Steps, table: Table, repeats: int) -> None:
@@ -207,18 +177,6 @@ def measure(steps: Steps, table: Table, repeats: int) -> None:
         row["measured_ms"] = 1e3 * statistics.median(span for span, _ in found)
         row["cpu_ms"] = 1e3 * statistics.median(busy for _, busy in found) / row["actions"]
     table["machine"]["all"]["load"] = os.getloadavg()[0]
-
-
-def run(args: argparse.Namespace) -> Table:
-    """Start one process a device and return the table that rank 0 wrote."""
-    multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.pipelining"])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        result = str(Path(folder) / "table.json")
-        torch_mp.start_processes(worker, (args, port, result), nprocs=args.stages, start_method="forkserver")
-        return json.loads(Path(result).read_text())
 
 
 def show(table: Table, args: argparse.Namespace) -> None:
@@ -242,7 +200,8 @@ def show(table: Table, args: argparse.Namespace) -> None:
 
 def _width(args: argparse.Namespace) -> int:
     """Columns of a micro-batch, so that it has the wanted bytes."""
-    return max(1, args.boundary_bytes // (4 * ROWS))
+    wanted: int = args.boundary_bytes
+    return max(1, wanted // (4 * ROWS))
 
 
 def _ratio(above: float, below: float) -> str:
@@ -267,7 +226,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure and print."""
     args = parse()
-    table = run(args)
+    table = on_ranks(work, args.stages, args, realtime=args.realtime)
     if args.json:
         print(json.dumps(table))
     else:

@@ -22,6 +22,7 @@ from fxchimera.planner.table import Plan
 from fxchimera.runtime.copies import allows_two_copies
 from fxchimera.runtime.failure import Cause, Limits
 from fxchimera.runtime.loss import LossFn, LossWeight, weights_of
+from fxchimera.runtime.losscheck import check_loss, with_named_draws
 from fxchimera.runtime.microbatch import Batch, ChunkSpecs, divide
 from fxchimera.runtime.profile import profile_cut
 from fxchimera.runtime.program import Programs
@@ -71,9 +72,9 @@ def pipeline(
         num_stages: Number of ranks (D), and of stages; a schedule with two stages a rank cuts the model into 2D.
         n_microbatches: Number of micro-batches a batch is divided into (N), both directions together.
         schedule: "auto" searches, in about a second, for the cut, the order and the shape that end soonest together: one way, a V
-            (two stages a rank), both directions, or both with V; for any D.  A rank holds at most the activations of D micro-batches
-            of 1/D of the model, or what ``memory`` allows, and a second copy of a stage where the model allows it.  Or "chimera"
-            (even D), "1f1b", "gpipe" or another family, an :class:`Order`, or a callable ``(D, N) -> Order``.
+            (two stages a rank), both directions, or both with V; for any D.  A rank holds at most the activations of D
+            micro-batches in 1/D of the model, or what ``memory`` allows, and a second copy of a stage where the model allows it.
+            Or "chimera" (even D), "1f1b", "gpipe" or another family, an :class:`Order`, or a callable ``(D, N) -> Order``.
         split_points: Qualified names of the modules that begin a new stage, instead of the automatic cut; for "auto" D-1 of them,
             or 2D-1 for two stages a rank.
         loss_weight: How a micro-batch counts: "samples" (by rows), "sum" (the loss is a sum), an ignore_index (by targets that are
@@ -176,7 +177,7 @@ def reference(
         found,
         plan.placement,
         weights=weights_of(batch, loss_weight, loss_fn, found),
-        loss_fn=loss_fn,
+        loss_fn=with_named_draws(loss_fn, check_loss(found[0].captured, batch.microbatches[0].target, loss_fn)),
         loss_scale=loss_scale,
         seed=chosen_seed,
         step=step,

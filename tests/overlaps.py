@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from contextvars import Context
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxchimera.runtime.transport import Channel
 from tests import workers
 from tests.local.acting import around_actions
 from tests.local.toys import chain, data, seeded, wrapped
@@ -73,8 +75,15 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def run_long(schedule: str, stages: int, n: int, steps: int) -> tuple[int, dict[Any, tuple[int, int, int]]]:
+Long = tuple[int, dict[Channel, tuple[int, int, int]]]
+
+
+def run_long(schedule: str, stages: int, n: int, steps: int) -> Long:
     """Train; returns by how much the process has grown, and of every channel the buffers made, those in use, and their bound."""
+    return Context().run(_run_long, schedule, stages, n, steps)  # without the watch of the pool, whose tables grow
+
+
+def _run_long(schedule: str, stages: int, n: int, steps: int) -> Long:
     x, y = data(2 * n, 64)
     with wrapped(chain(8, width=64), x, num_stages=stages, n_microbatches=n, schedule=schedule) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)

@@ -1,4 +1,4 @@
-"""The benchmark of emulated devices keeps its format, and its predictions are the closed forms."""
+"""The benchmarks keep their format; the predictions for emulated devices are the closed forms."""
 
 from __future__ import annotations
 
@@ -29,3 +29,17 @@ def test_emulated_prints_one_object_with_closed_form_predictions():
     assert all(row["measured_ms"] > 0.99 * row["ideal_ms"] for whose in ("ours", "torch") for row in table[whose].values())
     assert all(row["simulated_ms"] >= row["ideal_ms"] for row in table["ours"].values())
     assert table["ours"]["1f1b"]["actions"] == table["torch"]["1F1B"]["actions"] == 8  # four forwards, four backwards
+
+
+@pytest.mark.process
+def test_real_runs_the_same_model_through_both():
+    """It raises unless all losses agree."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "real.py"), "--microbatches", "2", "--json", "--rounds", "1"]
+    small = ["--width", "32", "--rows", "1", "--tokens", "8", "--ours", "1f1b,chimera", "--peers", "1F1B,ZBVZeroBubble"]
+    done = subprocess.run([*command, *small], capture_output=True, text=True, timeout=200, check=True)
+    table = json.loads(done.stdout)["2"]
+    assert set(table["ours"]) == {"1f1b", "chimera"}
+    assert set(table["torch"]) == {"1F1B", "ZBVZeroBubble"}
+    assert table["torch"]["1F1B"]["over_1f1b"] == 1.0
+    for row in (*table["ours"].values(), *table["torch"].values()):
+        assert row["tokens_per_second"] == pytest.approx(1e3 * 16 / row["step_ms"])

@@ -22,6 +22,7 @@ def plan_as_dict(plan: Plan) -> dict[str, object]:
         "bottleneck_seconds": plan.cut.bottleneck_seconds,
         "bound_seconds": plan.cut.bound_seconds,
         "gap": plan.gap,
+        "excess": plan.excess,
         "stages": [
             {**_stage_as_dict(stage), "ranks": [ranks[stage.index] for ranks in place.pipes], "modules": span}
             for stage, span in zip(plan.stages, plan.spans, strict=True)

@@ -23,8 +23,8 @@ from fxchimera.planner.choose import Memory, choose_cut
 from fxchimera.planner.found import Choice, searched
 from fxchimera.planner.link import Measures
 from fxchimera.planner.memory import Sizes
-from fxchimera.planner.relief import Relief
 from fxchimera.planner.pace import makespan_of
+from fxchimera.planner.relief import Relief
 from fxchimera.planner.table import costs_of
 from fxchimera.schedule.bounds import lower_bound
 from fxchimera.schedule.limits import Limits

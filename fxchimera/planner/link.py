@@ -83,7 +83,7 @@ class Measures:
         if deferrable == 0.0 or backward == 0.0:
             return backward, 0.0
         both = (1.0 + self.split_price) * backward + self.split_forward * forward
-        first = self.input_share if deferrable is None else 1.0 - deferrable / backward
+        first = self.input_share if deferrable is None else max(0.0, 1.0 - deferrable / backward)
         return first * both, (1.0 - first) * both
 
 

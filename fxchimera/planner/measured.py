@@ -64,18 +64,25 @@ def measures_of(found: Measurement, stages: Sequence[Stage]) -> Measures:
 
 
 def calibrated(cut: StagePlan, shares: NodeCosts, found: Sequence[StageTimes]) -> NodeCosts:
-    """Scale the nodes of every stage to the seconds that it took, forward and backward apart.
+    """Scale the nodes of every stage to the seconds that it took, forward and backward apart, and what of that was W.
 
-    ``shares`` tell what each node takes beside others of its stage; where that is nothing for all, they are taken for equal.
+    ``shares`` tell what each node takes beside others of its stage; where that is nothing for all, they are taken for equal.  A
+    node of which nothing can be put off stays so.
     """
     forward, backward = dict(shares.forward), dict(shares.backward)
+    deferrable = None if shares.deferrable is None else dict(shares.deferrable)
     scaled = set[str]()
     for stage, times in zip(cut.stages, found, strict=True):
         own = [name for name in stage.nodes if name not in scaled]  # the others are computed again, and are cheap
         scaled.update(own)
         _scale(forward, own, times.forward)
-        _scale(backward, own, times.backward - _again(stage, times))
-    return NodeCosts(forward, backward)
+        plain, again = times.backward - _again(stage, times), _again(stage, times)
+        _scale(backward, own, plain)
+        both = times.input_grad + times.weight_grad - again
+        if deferrable is not None and any(deferrable.get(name) for name in own):
+            _scale(deferrable, own, plain * min(1.0, times.weight_grad / both) if both > 0.0 else 0.0)
+            deferrable |= {name: min(deferrable[name], backward[name]) for name in own}
+    return NodeCosts(forward, backward, deferrable)
 
 
 def _again(stage: Stage, times: StageTimes) -> float:
@@ -126,7 +133,11 @@ def replanned(
     Raises:
         PartitionError: It cannot be cut within ``memory``.
     """
-    known = NodeCosts({**made.costs.forward, **shares.forward}, {**made.costs.backward, **shares.backward})
+    before, backward = made.costs, {**made.costs.backward, **shares.backward}
+    waits = {
+        name: seconds / before.backward[name] * backward[name] for name, seconds in (before.deferrable or {}).items() if seconds
+    }
+    known = NodeCosts({**before.forward, **shares.forward}, backward, None if before.deferrable is None else waits)
     measures, costs = measures_of(found, made.cut.stages), calibrated(made.cut, known, found.stages)
     again = arrange(
         made.captured,

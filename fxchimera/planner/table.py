@@ -109,6 +109,17 @@ class Plan:
         return self.cut.gap
 
     @property
+    def excess(self) -> float:
+        """How much more than the mean the busiest rank computes in a step (0.05 is 5 %); its stages may differ in size."""
+        place = self.placement
+        work = [
+            sum(len(place.microbatches(pipe)) * self.stages[stage].cost_seconds for pipe, stage in place.replicas(rank))
+            for rank in range(place.num_ranks)
+        ]
+        mean = sum(work) / len(work)
+        return max(work) / mean - 1.0 if mean else 0.0
+
+    @property
     def step_seconds(self) -> float:
         """Predicted seconds of a step, what mirrors and owners exchange included, which the certificate leaves out."""
         return step_seconds(self.order, self.costs)
@@ -129,7 +140,7 @@ class Plan:
         place = self.placement
         return (
             f"{len(self.stages)} stages on {place.num_ranks} ranks, {place.n_microbatches} micro-batches, "
-            f"schedule {self.schedule}; "
+            f"schedule {self.schedule}; busiest rank {100 * self.excess:.1f} % above the mean, "
             f"heaviest stage within {100 * self.gap:.1f} % of the proven bound"
         )
 

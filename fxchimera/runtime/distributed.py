@@ -23,11 +23,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroupGloo  # type: ignore[attr-defined]
 
 from fxchimera.errors import PipelineError
 from fxchimera.runtime.failure import Cause, Failure
-from fxchimera.runtime.groups import connect, open_devices
+from fxchimera.runtime.groups import Group, connect, open_devices
 from fxchimera.runtime.message import Key, Parcel, Payload
 from fxchimera.runtime.receivepool import ReceivePool
 from fxchimera.runtime.sharedfailure import SharedFailure, resolve_cause
@@ -51,7 +50,7 @@ class _Helper(threading.Thread):
     one is blocked: of the two ends of a channel at most one can be, since two that are would have met.
     """
 
-    def __init__(self, channel: Channel, group: ProcessGroupGloo, failure: Failure, peer: int) -> None:
+    def __init__(self, channel: Channel, group: Group, failure: Failure, peer: int) -> None:
         super().__init__(name=f"fxchimera-{channel}", daemon=True)
         self.tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.channel, self.group = channel, group
@@ -76,7 +75,7 @@ class _Helper(threading.Thread):
 class _Sender(_Helper):
     """Waits for the sends of one channel, in order; a buffer is left alone until its send is done, and then used again."""
 
-    def __init__(self, channel: Channel, group: ProcessGroupGloo, failure: Failure, peer: int) -> None:
+    def __init__(self, channel: Channel, group: Group, failure: Failure, peer: int) -> None:
         super().__init__(channel, group, failure, peer)
         self._unwatched: list[tuple[dist.Work, Parcel]] = []
         self._left: list[tuple[dist.Work, Parcel]] = []
@@ -120,7 +119,7 @@ class _Sender(_Helper):
 class _Receiver(_Helper):
     """Receives the announced messages of one channel, in order, ahead of the computes that need them."""
 
-    def __init__(self, channel: Channel, group: ProcessGroupGloo, failure: Failure, peer: int, room: int) -> None:
+    def __init__(self, channel: Channel, group: Group, failure: Failure, peer: int, room: int) -> None:
         super().__init__(channel, group, failure, peer)
         self.pool = ReceivePool(room + _AHEAD if channel[2] not in _RARE else 0)
         self.arrived: queue.SimpleQueue[tuple[Expected, torch.Tensor]] = queue.SimpleQueue()

@@ -171,9 +171,7 @@ class _Run:
                 received = [None if t is None else t.detach().clone(memory_format=torch.preserve_format) for t in received]
         inputs = job.batch.microbatches[microbatch].inputs
         with self._timed(cue.action), microbatch_randomness(job.seed, job.step, microbatch):
-            outputs = replica.forward(
-                microbatch, program, received, inputs, deferred_norms=self._deferred_norms, split=cue.split
-            )
+            outputs = replica.forward(microbatch, program, received, inputs, deferred_norms=self._deferred_norms, split=cue.split)
             if cue.result is None:
                 self._end_of_model(microbatch, program, outputs)
             else:

@@ -7,6 +7,7 @@ import datetime
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from fxchimera.errors import FxChimeraError
 
-__all__ = ["Packets", "connect", "destroy", "join", "open_devices"]
+__all__ = ["Group", "Packets", "connect", "destroy", "join", "open_devices"]
 
 _NAME_BYTES = 96
 _PACKET_BYTES = 1024
@@ -45,17 +46,34 @@ def join(timeout: datetime.timedelta) -> Callable[[], None]:
     return leave
 
 
+class Group(Protocol):
+    """What is used of torch's gloo group; its type hints leave the calls out."""
+
+    def rank(self) -> int:
+        """This rank's number in the group."""
+
+    def size(self) -> int:
+        """The number of ranks."""
+
+    def send(self, tensors: list[torch.Tensor], other: int, tag: int) -> dist.Work:
+        """Start to send one tensor."""
+
+    def recv(self, tensors: list[torch.Tensor], other: int, tag: int) -> dist.Work:
+        """Start to receive one tensor."""
+
+
 class Packets:
-    """Brings one small packet of every rank to every rank in as many rounds as D has binary digits.
+    """Brings one small packet of every rank to every rank in as many rounds as D has digits to the base 4.
 
     torch's all-gather goes round a ring: D - 1 messages one after the other, of which each wakes a rank that sleeps.
 
-        round 0   own packet            to the rank 1 before, and that of the rank 1 after comes in
-        round 1   the 2 packets so far  to the rank 2 before, those of the rank 2 after come in; then 4, and so on
+        round 0   own packet                to the ranks 1, 2 and 3 before, and those of the ranks 1, 2 and 3 after come in
+        round 1   the 4 packets so far      to the ranks 4, 8 and 12 before, and as many come in; then 16, and so on
     """
 
-    def __init__(self, group: ProcessGroupGloo) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
+        self._going: list[tuple[dist.Work, torch.Tensor]] = []
 
     def begin(self, what: str, value: torch.Tensor | None) -> Callable[[], list[torch.Tensor] | None]:
         """Collective: tell the others which call this is, and send a small tensor along; what is returned waits for theirs.
@@ -71,25 +89,34 @@ class Packets:
         own[: len(name)] = memoryview(name)
         if value is not None and _fits(value):
             own[_NAME_BYTES : _NAME_BYTES + value.nbytes] = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        rounds = [1 << i for i in range((size - 1).bit_length())]
-        coming = [self._group.recv([held[have : 2 * have]], (rank + have) % size, have) for have in rounds]
+        rounds = [[have * i for i in (1, 2, 3) if have * i < size] for have in _powers_of_four(size)]
+        coming = [
+            [self._group.recv([held[away : away + offsets[0]]], (rank + away) % size, away) for away in offsets]
+            for offsets in rounds
+        ]
 
-        def send(have: int) -> dist.Work:
-            count = min(have, size - have)
-            return self._group.send([held[:count]], (rank - have) % size, have)
-
-        going = [send(have) for have in rounds[:1]]
+        def send(offsets: list[int]) -> None:
+            for away in offsets:
+                part = held[: min(offsets[0], size - away)]
+                self._going.append((self._group.send([part], (rank - away) % size, away), held))
 
         def finish() -> list[torch.Tensor] | None:
-            for have, work in zip(rounds, coming, strict=True):
-                work.wait()
-                if 2 * have < size:
-                    going.append(send(2 * have))
-            for work in going:
+            sent, self._going = self._going[:before], self._going[before:]
+            for number, works in enumerate(coming, start=1):
+                for work in works:
+                    work.wait()
+                send(rounds[number] if number < len(rounds) else [])
+            for work, _ in sent:  # those of the call before; nobody has to wait for them now
                 work.wait()
             return _read(list(held.roll(rank, 0)), value)
 
+        before = len(self._going)
+        send(rounds[0] if rounds else [])
         return finish
+
+
+def _powers_of_four(limit: int) -> list[int]:
+    return [4**i for i in range(limit) if 4**i < limit]
 
 
 def _read(packets: list[torch.Tensor], value: torch.Tensor | None) -> list[torch.Tensor] | None:
@@ -127,11 +154,13 @@ def open_devices() -> list[ProcessGroupGloo.Device]:
 
 def connect(
     store: Store, name: str, rank: int, ranks: Sequence[int], devices: list[ProcessGroupGloo.Device], timeout: datetime.timedelta
-) -> ProcessGroupGloo:
+) -> Group:
     """Connect some ``ranks`` under a ``name`` that only they use; the connections are closed with the last reference.
 
     torch's public ``new_group`` has no place for a device, so this uses the options of its gloo backend (tried on torch 2.13).
     """
-    options = ProcessGroupGloo._Options()
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices, options._threads, options._timeout = devices, 1, timeout
-    return ProcessGroupGloo(PrefixStore(name, store), sorted(ranks).index(rank), len(ranks), options)
+    group: Any = ProcessGroupGloo(PrefixStore(name, store), sorted(ranks).index(rank), len(ranks), options)
+    found: Group = group
+    return found

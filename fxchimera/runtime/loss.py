@@ -101,7 +101,9 @@ def weights_of(batch: Batch, loss_weight: LossWeight, loss_fn: LossFn | None, pr
     return tuple(count / total for count in counts)
 
 
-def total_loss(losses: Mapping[int, torch.Tensor] | Mapping[int, float], weights: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
+def total_loss(
+    losses: Mapping[int, torch.Tensor] | Mapping[int, float], weights: tuple[float, ...], dtype: torch.dtype
+) -> torch.Tensor:
     """Sum the weighted losses of all micro-batches, ascending, in double precision, and round once to ``dtype``."""
     total = 0.0  # Python's floats have double precision
     for microbatch in sorted(losses):
@@ -120,6 +122,7 @@ def _is_scalar(value: Any) -> bool:
 
 def place_of(function: Callable[..., Any]) -> str:
     """Return a function's name, with file and line where it has them."""
+    function = getattr(function, "__wrapped__", function)
     code = getattr(function, "__code__", None)
     name = getattr(function, "__name__", type(function).__name__)
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name

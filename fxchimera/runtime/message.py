@@ -82,7 +82,7 @@ class Form:
         Raises:
             PipelineError: The buffer holds another message than the one expected.
         """
-        header = self.header.unpack_from(buffer.numpy())
+        header = self.header.unpack_from(buffer.numpy().data)
         if header[0] != key.word:
             raise PipelineError(f"expected {key}, but a message with the identity {header[0]:#x} arrived in its place")
         storage = buffer.untyped_storage()
@@ -105,7 +105,7 @@ class Parcel:
         self._form = Form(metas)
         self.metas = self._form.metas
         self.buffer = torch.empty(self._form.bytes, dtype=torch.uint8, device="cpu")
-        self._words = self.buffer.numpy()
+        self._words = self.buffer.numpy().data
         self._plain = [self._view(meta, place, None) for meta, _, _, place in self._form.places]  # in row-major layout
 
     def fill(self, key: Key, payload: Payload) -> None:

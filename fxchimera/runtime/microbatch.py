@@ -164,7 +164,13 @@ def _some_bytes(tensor: torch.Tensor) -> bytes:
     if tensor.layout != torch.strided or tensor.numel() == 0:
         return b""
     step = max(tensor.numel() // _SAMPLED, 1)
-    if tensor.dtype in _NUMPYS and tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg():
+    if (
+        type(tensor) is torch.Tensor
+        and tensor.dtype in _NUMPYS
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+    ):
         return tensor.detach().numpy().reshape(-1)[: _SAMPLED * step : step].tobytes()
     if tensor.is_contiguous():
         picked = tensor.detach().reshape(-1)[: _SAMPLED * step : step]

@@ -17,13 +17,14 @@ from fxchimera.runtime.agreement import Call, Prepared, agree_on_batch
 from fxchimera.runtime.engine import Engine
 from fxchimera.runtime.job import Job
 from fxchimera.runtime.loss import LossFn, LossWeight, weights_of
-from fxchimera.runtime.losscheck import check_loss
+from fxchimera.runtime.losscheck import check_loss, with_named_draws
 from fxchimera.runtime.microbatch import Batch, ChunkSpecs, describe_batch, digest, divide, form, sample
 from fxchimera.runtime.program import KEPT, Program, Programs
 from fxchimera.runtime.warmup import WarmupBatch, in_mode
 from fxchimera.runtime.world import World
 from fxchimera.schedule.order import Order
 from fxchimera_passes.capture.paths import Path
+from fxchimera_passes.captured import RandomKey
 
 __all__ = ["Preparation"]
 
@@ -45,6 +46,7 @@ class Preparation:
     ) -> None:
         self._model, self._programs, self._engine, self._world = model, programs, engine, world
         self._loss_fn, self._loss_weight, self._specs, self._seed = loss_fn, loss_weight, specs, seed
+        self._loss_draws: set[RandomKey] = set()
         self._loss_checked: weakref.WeakKeyDictionary[Program, set[Hashable]] = weakref.WeakKeyDictionary()
         self._cuts: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
 
@@ -80,7 +82,7 @@ class Preparation:
                 programs=programs,
                 order=order,
                 weights=weights_of(batch, self._loss_weight, self._loss_fn, programs) if wants_loss else (),
-                loss_fn=self._loss_fn,
+                loss_fn=with_named_draws(self._loss_fn, self._loss_draws),
                 loss_scale=loss_scale,
                 pending_steps=steps,
                 settings=self._programs.present,
@@ -145,6 +147,7 @@ class Preparation:
                     )
             own = [module.training for module in self._model.modules()]
             word = _word(f"{[digest(batch.batch) for batch in batches]} {modes!r} {own!r}")
+
             def text() -> str:
                 return "signatures " + " and ".join(f"({describe_batch(batch.batch)})" for batch in batches)
 
@@ -174,7 +177,9 @@ class Preparation:
         signature = f"{digest(job.batch)} {job.loss_scale!r} {job.weights!r} {modes!r}"
 
         def text() -> str:
-            return f"{describe_batch(job.batch)}, loss_scale {job.loss_scale:g}, {sum(modes)} of {len(modes)} modules in training mode"
+            return (
+                f"{describe_batch(job.batch)}, loss_scale {job.loss_scale:g}, {sum(modes)} of {len(modes)} modules in training mode"
+            )
 
         content, cut = (sample(job.batch), self._cut(job.programs)) if self._world.num_processes > 1 else (0, 0)
         return Prepared(job, _word(signature), content, cut, text)
@@ -191,7 +196,7 @@ class Preparation:
         for program, microbatch in zip(programs, batch.microbatches, strict=True):
             key, checked = form(microbatch), self._loss_checked.setdefault(program, set())
             if key not in checked:
-                check_loss(program.captured, microbatch.target, self._loss_fn)
+                self._loss_draws |= set(check_loss(program.captured, microbatch.target, self._loss_fn))
                 checked.add(key)
 
     def _trainable(self) -> int:

@@ -125,15 +125,13 @@ def profile_cut(
     _refuse_repeated(program, world)
     loss = _loss(program, None, loss_fn) if loss_fn is None or _takes_output_alone(loss_fn) else None
     sample = Sample(program=program, inputs=example.inputs, loss=loss, rounds=rounds, nodes=True)
-    channels = probe_channels(placement)
+    channels, transports, probes = probe_channels(placement), list[Transport](), list[Probe]()
     shared: Transport | None = LocalTransport(channels, world.failure) if local else None
-    transports: list[Transport] = []
-    probes: list[Probe] = []
     try:
         for rank in world.ranks:
             transports.append(shared or DistributedTransport(rank, channels, world.failure))
-            stages = [stage for pipe, stage in placement.replicas(rank) if pipe == 0]
-            replicas = {stage: Replica(model, program, 0, stage, shares_memory=local) for stage in stages}
+            down = [stage for pipe, stage in placement.replicas(rank) if pipe == 0]
+            replicas = {stage: Replica(model, program, 0, stage, shares_memory=local) for stage in down}
             probes.append(Probe(rank, placement, replicas, transports[-1], sample, world.failure))
         with generators_untouched(), _untouched(model, program, probes):
             return measure(probes, world)

@@ -108,7 +108,8 @@ class DistributedWorld:
         timeout = datetime.timedelta(seconds=limits.wait_seconds)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         store = make_store(self._group)
-        self.failure: Failure = SharedFailure(limits, store, self.process, num_ranks)
+        self._shared = SharedFailure(limits, store, self.process, num_ranks)
+        self.failure: Failure = self._shared
         self._packets = Packets(connect(store, "packets", self.process, range(num_ranks), open_devices(), timeout))
         self._thread: threading.Thread | None = self._calls
         self._calls.start()
@@ -171,6 +172,7 @@ class DistributedWorld:
     def part(self) -> None:
         """Wait until all ranks are here: one that left early would take the failure store, or a message in flight, from them."""
         if self._thread is not None:
+            self._shared.stop()  # before rank 0, which hosts the store, can have left: torch would write to the log about that
             with contextlib.suppress(FxChimeraError):
                 self._run(lambda: self._packets.begin("close()", None)(), _PARTING_SECONDS)
 
@@ -186,8 +188,7 @@ class DistributedWorld:
         if not thread.is_alive():
             destroy(self._group)
         del self._group, self._packets
-        assert isinstance(self.failure, SharedFailure)
-        self.failure.stop()
+        self._shared.stop()
         self._leave()
 
     def _leave(self) -> None:

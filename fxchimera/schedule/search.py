@@ -55,7 +55,7 @@ class Search(Pool):
         """
         number, plan = self.run()
         order = self.problems[number].order(plan, "auto")
-        makespans = {self.shapes[one.shape].name: one.makespan for one in self._found()}
+        makespans = {self.shapes[one.shape].name: one.makespan for one in self._tops()}
         return self.found(number, order, makespans)
 
     def run(self) -> tuple[int, Plan]:
@@ -75,7 +75,7 @@ class Search(Pool):
         self._build()
         self._divide()
         self._shorten()
-        found = self._found()
+        found = self._tops()
         if not found:
             raise ScheduleError(f"no order of {self.num_ranks} ranks and {self.number} micro-batches fits into {self.limits}")
         winner = min(found, key=lambda one: (one.makespan - 1e-12 * one.makespan, one.shape))
@@ -100,7 +100,7 @@ class Search(Pool):
             return  # no time for more than the published orders, which take part anyway
         free = Search(self.num_ranks, self.number, unpriced(self.given), self.limits, budget, self.seed, thorough=self.thorough)
         number, plan = free.run()
-        for one in free._found():
+        for one in free._tops():
             self.add(one.shape, one.plan)
         self.add(number, plan)
         self.add(number, fused_where_free(self.problems[number], plan, self.budget // 20, anywhere=True)[0])
@@ -214,7 +214,7 @@ def unpriced_share(costs: Costs) -> float:
     """Share of the budget for the search in which splitting a backward costs nothing: the more, the lower the price is."""
     stages = zip(costs.input_grad, costs.weight_grad, costs.backward, strict=True)
     price = max(((one + two) / whole - 1.0 for one, two, whole in stages if whole), default=1.0)
-    return min(0.75, max(0.25, 0.75 - 5.0 * price))
+    return min(0.75, max(0.2, 0.75 - 11.0 * price))
 
 
 def divided(plan: Plan) -> Plan:

@@ -18,7 +18,6 @@ from torch._C._autograd import _top_saved_tensors_default_hooks  # type: ignore[
 from torch._C._functorch import peek_interpreter_stack  # type: ignore[attr-defined,unused-ignore]
 from torch._functorch import apis as functorch_apis
 from torch._ops import OpOverload
-from torch.autograd import Variable
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -27,6 +26,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.autograd import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -98,7 +98,12 @@ def memory_is_shared(tensor: Tensor) -> bool:
 
 
 def run_backward(
-    roots: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor] = (), *, keep_graph: bool = False, add: bool = True
+    roots: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    inputs: Sequence[Tensor] = (),
+    *,
+    keep_graph: bool = False,
+    add: bool = True,
 ) -> tuple[Tensor | None, ...]:
     """``torch.autograd.backward``, or with ``add=False`` ``torch.autograd.grad``, for roots whose gradients are given.
 

@@ -58,7 +58,9 @@ class Repeatable:
         """
         left = {i: "is compiled, so that it cannot be run again in part" for i in nodes if i in self.compiled and not whole}
         left |= {i: self.reasons[i] for i in nodes if i in self.reasons}
-        places = [(m, self._touching(m, nodes)) for m in nodes if self.live.known[m].mutates and not self._writes_state(m)]
+        writers = [i for i in nodes if self.live.known[i].mutates and not self._writes_state(i)]
+        near, inside = (self._near(nodes) if writers else {}), set(nodes)
+        places = [(writer, self._touching(writer, inside, near)) for writer in writers]
         while True:
             runs = _runs(nodes, left)
             where = {i: number for number, run in enumerate(runs) for i in run}
@@ -73,18 +75,25 @@ class Repeatable:
                 return runs, left
             left |= torn
 
-    def _touching(self, writer: int, nodes: Sequence[int]) -> set[int]:
-        """The nodes that make, write or read the memory that ``writer`` writes; -1 stands for a maker outside of ``nodes``."""
+    def _near(self, nodes: Sequence[int]) -> dict[int, set[int]]:
+        """By piece of memory, -1 for all that is not counted: the nodes that make or read it."""
+        near: dict[int, set[int]] = {}
+        for i in nodes:
+            for s in (i, *self.live.inputs[i]):
+                if self.live.known[s].value is not None and not self._is_parameter(s):
+                    near.setdefault(self.live.known[s].memory, set()).add(i)
+            for number, _ in self.live.known[i].dear:
+                near.setdefault(number, set()).add(i)
+        return near
+
+    def _touching(self, writer: int, inside: set[int], near: Mapping[int, set[int]]) -> set[int]:
+        """The nodes that make, write or read the memory that ``writer`` writes; -1 stands for a maker that is not ``inside``."""
         live, names = self.live, info(self.live.nodes[writer]).mutates
         targets = {s for s in live.inputs[writer] if live.nodes[s].name in names}
         targets.update(s for t in targets if live.nodes[t].target is rebuild for s in live.inputs[t])
         numbers = {live.known[target].memory for target in targets}
-        found = {writer} if numbers and targets.issubset(nodes) and -1 not in numbers else {writer, -1}
-        for i in nodes:
-            near = {live.known[s].memory for s in (i, *live.inputs[i]) if live.known[s].value and not self._is_parameter(s)}
-            if not numbers.isdisjoint(near) or not numbers.isdisjoint(number for number, _ in live.known[i].dear):
-                found.add(i)
-        return found
+        known = numbers and targets <= inside and -1 not in numbers
+        return {writer, *(() if known else (-1,))}.union(*(near.get(number, set()) for number in numbers))
 
     def _writes_state(self, writer: int) -> bool:
         """Whether a node writes nothing but buffers: their readers are left out anyhow."""

@@ -87,8 +87,7 @@ def _positions(captured: Captured, plan: StagePlan, live: Liveness) -> list[int]
     ]
     kept = [*strong, *(pair for pair in _ascending(weak) if _fits(pair, strong))]
     idle = next((stage.index for stage in plan.stages if stage.nodes), 0)
-    if kept and kept[0][0] == live.carried[0]:
-        idle = max(idle, kept[0][1])  # this path begins in a later stage
+    idle = max([idle, *(stage for place, stage in kept if place == live.carried[0])])  # this path may begin in a later stage
     positions = [0] * idle  # the first stages compute nothing
     for number in range(idle, len(plan.stages) - 1):
         low = max([place for place, stage in kept if stage <= number], default=live.carried[0] if live.carried else 0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from fxchimera_passes.analytic import analytic
 from fxchimera_passes.capture import capture, interpret, recapture
+from fxchimera_passes.capture.leaning import leaning
 from fxchimera_passes.captured import RandomKey, info
 from fxchimera_passes.keyed import HOST_ORDINAL, keyed_model, microbatch_randomness, seed_of
 from fxchimera_passes.stages import make_plan
@@ -120,7 +123,8 @@ def test_a_module_that_draws_and_is_too_large_for_a_stage_holds_for_one_seed():
     model = build(lambda: Wrapped(Jitter()))
     key = RandomKey("inner", 0, HOST_ORDINAL)
     with microbatch_randomness(5, 6, 7):
-        captured = capture(model, (data(),), {}, num_stages=8)
+        planned = capture(model, (data(),), {}, num_stages=8)
+        captured = recapture(planned, (data(),), {}, training=True)
         (found,) = interpret(captured, [data()])
         assert all(guard.holds((data(),)) for guard in captured.guards)
     assert captured.host_keys == (key,)
@@ -139,12 +143,13 @@ def test_a_root_that_draws_is_recorded_for_one_seed_and_says_so():
     signs = set()
     for microbatch in range(6):
         with microbatch_randomness(1, 0, microbatch):
-            captured = capture(model, (data(),), {})
+            planned = capture(model, (data(),), {})
+            captured = recapture(planned, (data(),), {}, training=True)
         sign = 1 if random.Random(seed_of(1, 0, microbatch, key)).random() < 0.5 else -1
         assert torch.equal(interpret(captured, [data()])[0], model.second(sign * model.first(data())))
         signs.add(sign)
     assert signs == {1, -1}
-    (note,) = captured.report.notes
+    (note,) = planned.report.notes
     assert "draws from random (before" in note
     assert "recorded.py:" in note
     assert "every micro-batch" in note
@@ -191,6 +196,50 @@ def test_a_layer_left_out_at_random_follows_the_keyed_draw(read):
             assert all(guard.holds((data(),)) for guard in captured.guards) == (len(kept) == 4 and compared)
         paths.add(tuple(kept))
     assert len(paths) > 2
+
+
+HOST_READS = {
+    "random.random() < 0.4": lambda seed: random.Random(seed).random,
+    "random.uniform(1, 2) < 1.4": lambda seed: functools.partial(random.Random(seed).uniform, 1, 2),
+    "np.random.rand() < 0.4": lambda seed: np.random.RandomState(seed % 2**32).rand,
+    "np.random.uniform(low=1.0, high=2.0) < 1.4": lambda seed: functools.partial(np.random.RandomState(seed % 2**32).uniform, 1, 2),
+}
+
+
+@pytest.mark.parametrize("read", HOST_READS)
+def test_a_layer_left_out_by_python_or_numpy_is_planned_for_and_follows_its_key(read):
+    """The plan is for all layers, whatever the first micro-batch draws; a recording holds for its own draws."""
+    model, states = build(Depth, read), (random.getstate(), np.random.get_state()[1].tobytes())
+    paths = set()
+    for microbatch in range(4):
+        with microbatch_randomness(3, 1, microbatch):
+            planned = capture(model, (data(),), {})
+            again = recapture(planned, (data(),), {}, training=True)
+            draw = HOST_READS[read](seed_of(3, 1, microbatch, RandomKey("", 0, HOST_ORDINAL)))
+            kept = [index for index in range(4) if draw() >= (1.4 if "1" in read else 0.4)]
+            expected = data()
+            for index in kept:
+                expected = expected + model.layers[index](expected)
+            assert torch.equal(interpret(again, [data()])[0], expected)
+            assert all(guard.holds((data(),)) for guard in again.guards)
+            assert not all(guard.holds((data(),)) for guard in planned.guards)
+            assert len({name for node in planned.graph.nodes for name in info(node).parameters}) == 8
+        paths.add(tuple(kept))
+    assert len(paths) > 1
+    assert (random.getstate(), np.random.get_state()[1].tobytes()) == states
+
+
+def test_leaning_draws_are_this_threads_and_stop():
+    originals = random.random, random.uniform, np.random.rand, np.random.uniform
+    with leaning(0.25):
+        assert (random.random(), random.uniform(2, 4), random.uniform(b=4.0, a=2.0)) == (0.25, 2.5, 2.5)
+        assert np.array_equal(np.random.rand(2, 3), np.full((2, 3), 0.25))
+        assert np.array_equal(np.random.uniform(2, 4, size=3), np.full(3, 2.5))
+        elsewhere = ThreadPoolExecutor(1).submit(lambda: [random.random() for _ in range(4)]).result()
+    assert len(set(elsewhere)) == 4
+    assert (random.random, random.uniform, np.random.rand, np.random.uniform) == originals
+    with leaning(None):
+        assert random.random == originals[0]
 
 
 def test_the_answer_to_a_comparison_is_guarded_not_the_number():

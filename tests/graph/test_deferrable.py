@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxchimera.planner.link import Measures
+from fxchimera.planner.measured import calibrated
 from fxchimera.runtime.deferral import Deferral
+from fxchimera.schedule.measurement import StageTimes
 from fxchimera_passes.analytic import analytic
 from fxchimera_passes.capture import capture
 from fxchimera_passes.deferrable import with_deferrable
@@ -98,3 +100,19 @@ def test_halves_of_a_backward():
     assert known.halves(2.0, 4.0, 1.0) == pytest.approx((0.75 * 5.4, 0.25 * 5.4))
     assert known.halves(2.0, 4.0, 0.0) == (4.0, 0.0)
     assert math.isclose(sum(known.halves(0.0, 4.0)), 4.4)
+
+
+def test_a_measured_w_is_shared_out_over_the_weights():
+    """I 3 s and W 1 s: a quarter of the 2 s of a whole backward can wait, in the nodes of which something can, as before."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8), nn.Tanh())
+    captured = capture(model, (torch.randn(2, 8),), {})
+    costs = with_deferrable(captured, analytic(captured))
+    cut = make_plan(captured, costs, 2, split_points=["4"])
+    took = StageTimes(forward=1.0, split_forward=1.0, backward=2.0, input_grad=3.0, weight_grad=1.0)
+    again = calibrated(cut, costs, [took, took])
+    stages = make_plan(captured, again, 2, split_points=["4"]).stages
+    assert [stage.backward_seconds for stage in stages] == pytest.approx([2.0, 2.0])
+    assert [stage.deferrable_seconds for stage in stages] == pytest.approx([0.5, 0.0])
+    first, second = (again.deferrable[name] for name in costs.deferrable if costs.deferrable[name])
+    before = list(costs.deferrable.values())
+    assert first / second == pytest.approx(before[0] / before[1])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fxchimera.errors import FxChimeraError
+from fxchimera.planner import joint
 from fxchimera.planner.choose import choose_cut
 from fxchimera.planner.link import Link, Measures
 from fxchimera.schedule import Costs, make_order, simulate
@@ -208,3 +210,12 @@ def test_a_link_takes_its_latency_and_its_bytes(micro: float, size: int) -> None
     for wrong in ({"latency": -1.0}, {"latency": math.nan}, {"bytes_per_second": 0.0}):
         with pytest.raises(FxChimeraError, match="a link has a latency"):
             Link(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"), [((10.0, 9.95, 9.92), 0), ((10.0, 9.8, 9.79), 1), ((10.0, 9.95, 9.8), 2), ((1.0, 2.0, 3.0), 0)]
+)
+def test_more_copies_must_save_a_hundredth(seconds, chosen):
+    """Choices come with few copies and few stages a rank first; of those at most 1 % above the soonest the first is taken."""
+    found = [SimpleNamespace(seconds=one) for one in seconds]
+    assert joint._preferred(found) is found[chosen]

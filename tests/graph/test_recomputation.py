@@ -49,14 +49,15 @@ class Alive(TorchDispatchMode):
         return result
 
     def bytes(self) -> int:
-        return sum(size for key, (memory, size) in self.made.items() if key not in self.there and not memory.expired())
+        self.made = {key: made for key, made in self.made.items() if key not in self.there and not made[0].expired()}
+        return sum(size for _, size in self.made.values())
 
 
 def gpt2(dropout: float) -> Example:
     """Wide enough that blocks, not the ends, are most of it."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=6, n_head=4, resid_pdrop=dropout, embd_pdrop=dropout,
+    config = GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=4, n_head=4, resid_pdrop=dropout, embd_pdrop=dropout,
                         attn_pdrop=dropout, bos_token_id=0, eos_token_id=0)  # fmt: skip
     ids = torch.randint(64, (4, 32), generator=torch.Generator().manual_seed(0))
     return Example(GPT2LMHeadModel(config).train(), (), {"input_ids": ids, "labels": ids}, None, None)
@@ -125,7 +126,7 @@ def test_gpt2_keeps_what_was_predicted(dropout: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [("bert", "full"), ("nn_transformer", "selective"), ("resnet", "full"), ("masked_rotary", "selective")]
+    ("name", "mode"), [("bert", "full"), ("resnet", "full"), ("masked_rotary", "selective")]
 )
 def test_stages_keep_what_was_predicted(name: str, mode: str) -> None:
     """As without recomputation: exact but where a stage copies what arrives, as it writes into it (resnet)."""
@@ -144,7 +145,7 @@ def planned(example: Example, ranks: int) -> tuple[Any, Any, Memory, StagePlan]:
     return captured, costs, memory, choose_cut(captured, costs, order, (), memory)
 
 
-@pytest.mark.parametrize("share", [0.8, 0.4])
+@pytest.mark.parametrize("share", [0.8, 0.6])
 def test_no_more_is_recomputed_than_the_cap_asks_for(share: float) -> None:
     """Against all modes of three stages: it fits, no stage can do with less, and it takes at most a third more than the best."""
     captured, costs, memory, cut = planned(gpt2(0.1), 3)

@@ -50,6 +50,7 @@ def test_no_family_is_sooner(name: str, ranks: int, n: int) -> None:
     model = MODELS[name]().model
     made = draft(model, *first, Auto(ranks, n, lambda captured: True))
     best = seconds_of(made.plan)
+    assert made.plan.step_seconds == pytest.approx(best)
     for family in ("gpipe", "1f1b", "zb-h1", "zbv", "chimera")[: 5 if ranks % 2 == 0 else 4]:
         named = arrange(made.captured, made.costs, make_order(family, ranks, n), measures=made.plan.measures).plan
         assert best <= 1.01 * seconds_of(named), family
@@ -219,6 +220,9 @@ def test_two_copies_and_split_backwards_where_they_help() -> None:
     assert plan.certificate.bubble < 3 * sum(plan.costs.forward) / 4
     assert str(plan.certificate) in str(plan)
     assert "weight copies" in plan._repr_html_()
+    assert "of parameters that mirrors get" in str(plan)
+    with wrapped(busy(), data(16, 6)[0], num_stages=4, n_microbatches=8, schedule="auto") as pipe:  # two rows: it does not pay
+        assert pipe.plan.certificate.weight_copies == 1
 
 
 def test_a_cap_on_memory_is_kept() -> None:
@@ -258,3 +262,6 @@ def test_named_schedules_have_certificates(name: str) -> None:
     assert plan.certificate.schedule == name
     assert plan.certificate.makespan == pytest.approx(simulate(plan.order, plan.costs).makespan, rel=1e-12)
     assert plan.certificate.weight_copies == (2 if name == "chimera" else 1)
+    work = [stage.cost_seconds for stage in plan.stages]
+    busiest = {"gpipe": max(work), "chimera": sum(work) / 2, "zbv": max(work[0] + work[-1], sum(work[1:-1]))}[name]
+    assert plan.excess == pytest.approx(2 * busiest / sum(work) - 1)

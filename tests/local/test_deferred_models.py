@@ -101,6 +101,15 @@ def test_what_waits_for_w(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
+@pytest.mark.parametrize(("kind", "mode"), [("weight norm", "full"), ("attention", "selective")])
+def test_where_a_stage_is_computed_again(kind: str, mode: str) -> None:
+    """The second run gives I and W what the first one did not keep."""
+    example = example_of(kind)
+    with wrap(example, STAGES, N, "zbv", recompute=mode) as pipe:
+        found = step(pipe, example)
+    assert_bitwise(found, reference(example_of(kind), STAGES, N, "zbv"))
+
+
 @pytest.mark.parametrize("kind", ["linear", "weight norm", "attention"])
 @pytest.mark.parametrize("schedule", ["zb-h1", "dualpipe"])
 def test_under_autocast_with_one_and_two_copies(kind: str, schedule: str) -> None:

@@ -63,7 +63,7 @@ class Watch:
             self.left.append(f"rank {rank}: {action}")
 
 
-@pytest.mark.parametrize("schedule", sorted(schedules()))
+@pytest.mark.parametrize("schedule", [*sorted(schedules()), "auto"])
 def test_no_rank_holds_more_than_the_proof_says_and_nothing_outlives_its_backward(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

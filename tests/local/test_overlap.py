@@ -155,7 +155,7 @@ def test_delays_change_no_bit(name: str, schedule: str, monkeypatch: pytest.Monk
 def test_masks_are_those_of_one_stage(name: str, schedule: str) -> None:
     """D in {1, 2, 4}: every micro-batch has the masks, and so the loss bits, that it has in a pipeline of one stage."""
     losses = []
-    for stages in (1, 2, 4):
+    for stages in (1, 2, 4) if schedule != "chimera-4" else (1, 4):  # two pairs of pipes need four ranks
         example = MODELS[name](batch=16, dropout=0.3)
         with wrap(example, stages, 8, schedule) as pipe:
             losses.append(step(pipe, example).loss)

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from tests.local.wrapped import reference
+from tests.local.toys import WIDTH, data, seeded
+from tests.local.wrapped import reference, step, wrap
+from tests.models import Example
 from tests.parity import Outcome, assert_bitwise
 from tests.random_models import BLOCKS, chain_of, steps, unsaved
 
@@ -58,6 +63,63 @@ def test_computing_again_draws_again_what_was_drawn(kind: str, schedule: str) ->
     example = chain_of(kind, 2 * N)
     unsaved(example.model)
     assert_bitwise(found, reference(example, 2, N, schedule))
+
+
+class LayersLeftOut(nn.Module):
+    """Eight layers, each left out with a probability of 0.4 by the model's own forward."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.layers, self.draw = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8)), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if not self.training or self.draw() >= 0.4:
+                x = x + torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:.*(is recorded anew|has been recorded)")
+@pytest.mark.parametrize("draw", [lambda: random.random(), lambda: np.random.uniform(0, 1)], ids=["python", "numpy"])
+def test_layers_left_out_by_the_hosts_generators(draw: Callable[[], float]) -> None:
+    """Every micro-batch takes its own path through the stages, some of which then have nothing to do."""
+    model = seeded(lambda: LayersLeftOut(draw))
+    x, target = data(2 * N, WIDTH)
+    example = Example(model, (x,), {}, target, F.mse_loss)
+    losses = [reference(example, 1, N, "gpipe", step=number).loss for number in range(3)]
+    with wrap(example, 4, N, "zb-h1") as pipe:
+        for number, loss in enumerate(losses):
+            model.zero_grad()
+            found = step(pipe, example)
+            assert torch.equal(found.loss, loss)
+            assert_bitwise(found, reference(example, 4, N, "zb-h1", step=number))
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "torch": lambda output, target: F.mse_loss(F.dropout(output, 0.5), target),
+    "python": lambda output, target: F.mse_loss(output * random.uniform(0.5, 1.5), target),
+    "torch and numpy": lambda output, target: F.mse_loss(output + torch.randn_like(output) * np.random.rand(), target),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_loss_that_draws(kind: str) -> None:
+    """Its draws have names too, on whatever rank and thread it is computed; no two micro-batches draw the same."""
+    x, target = (torch.ones(2 * N, WIDTH, dtype=torch.float64) for _ in range(2))
+    example = Example(seeded(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))), (x,), {}, target, LOSSES[kind])
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tobytes()
+    first = reference(example, 1, N, "gpipe")
+    one = example._replace(args=(x[:2],), target=target[:2])
+    assert not torch.equal(first.loss, reference(one, 1, 1, "gpipe").loss), "four equal micro-batches draw four times"
+    for stages, schedule in ((2, "chimera"), (4, "chimera"), (2, "zbv"), (4, "zb-h1")):
+        example.model.zero_grad()
+        with wrap(example, stages, N, schedule) as pipe:
+            found = step(pipe, example)
+        assert torch.equal(found.loss, first.loss)
+        assert_bitwise(found, reference(example, stages, N, schedule))
+    now = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tobytes()
+    assert torch.equal(now[0], states[0])
+    assert now[1:] == states[1:]
 
 
 def test_the_users_generators_stay_where_they_are() -> None:

@@ -1,7 +1,8 @@
 """The search against an exact solver: the least makespan over all orders, by constraint programming (ortools), D <= 4 and N <= 8.
 
 The model knows operations, durations, data, one thing at a time on a rank, and a rank's memory; nothing of rules, bounds or moves.
-Seconds are multiplied to integers.  An instance that the solver does not close in its time is counted, not compared.
+Seconds are multiplied to integers.  An instance that the solver does not close in its time is counted, not compared; that time is
+the solver's own count of work, so that the same instances are closed on every machine.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def optimum(place, costs, peak, seconds, hint):
             model.add(ends[0, "start", one]["F"] <= ends[0, "start", two]["F"])
     model.minimize(makespan)
     solver = cp.CpSolver()
-    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.max_deterministic_time = seconds
     solver.parameters.num_workers = 1
     status = solver.solve(model)
     assert status in (cp.OPTIMAL, cp.FEASIBLE, cp.UNKNOWN)
@@ -68,9 +69,11 @@ def compare(shape, depth, number, peak, latency, seconds, limit):
     if seconds == "equal":
         costs = Costs.uniform(depth, latency=latency)
     make, chunks = SHAPES[shape]
-    found = auto(depth, number, costs, Limits(peak=peak, shapes=(shape,)), seconds=3.0)
+    found = auto(depth, number, costs, Limits(peak=peak, shapes=(shape,)), seconds=0.3)
     place, own = make(depth, number), costs.refined(chunks)
     least, proven = optimum(place, own, peak, limit, found.certificate.makespan)
+    if proven and found.certificate.makespan > least + 1e-6:  # three seconds must do
+        found = auto(depth, number, costs, Limits(peak=peak, shapes=(shape,)), seconds=3.0)
     assert lower_bound(Problem.of(place, own, peak=peak)).seconds <= (least if proven else found.certificate.makespan) + 1e-6
     assert found.certificate.makespan >= least - 1e-6
     return found.certificate.makespan, least, proven
@@ -96,15 +99,17 @@ def test_small_optima(shape, depth, number, peak, latency):
 @pytest.mark.matrix
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("shape", sorted(SHAPES))
-def test_all_optima(shape):
+def test_all_optima(shape, record_testsuite_property):
     """D <= 4, N <= 8: every instance that the solver closes is matched; at least one of this shape is closed."""
-    closed = 0
+    closed = instances = 0
     for depth in (2, 3, 4):
         for number in (2, 3, 4, 6, 8):
             for peak in sorted({max(1, depth - 1), depth}):
                 for latency in (0.0, 0.1):
-                    ours, least, proven = compare(shape, depth, number, peak, latency, "uneven", 15.0)
+                    ours, least, proven = compare(shape, depth, number, peak, latency, "uneven", 5.0)
+                    instances += 1
                     if proven:
                         closed += 1
                         assert ours == pytest.approx(least), (shape, depth, number, peak, latency)
+    record_testsuite_property(f"closed of {shape}", f"{closed} of {instances}")
     assert closed

@@ -1,7 +1,7 @@
 """Even draws of Python's and numpy's that give one number: for planning, the path that leaves nothing out is wanted.
 
-Stochastic depth that asks ``random.random() < 0.1`` leaves out other layers each time.  As torch's even draws (``reads``), these then
-give ``lean``, near 1 or 0, and of the two paths the one that reads more parameters is planned for.
+Stochastic depth that asks ``random.random() < 0.1`` leaves out other layers each time.  As torch's even draws (``reads``), these
+then give ``lean``, near 1 or 0, and of the two paths the one that reads more parameters is planned for.
 """
 
 from __future__ import annotations
@@ -44,6 +44,6 @@ def _leaning(original: Callable[..., Any], lean: float, thread: int, *, ranged: 
     return draw
 
 
-def _range(low: float = 0.0, high: float = 1.0, size: Any = None, *, a: float | None = None, b: float | None = None) -> tuple[Any, Any]:
+def _range(low: Any = 0.0, high: Any = 1.0, size: Any = None, *, a: Any = None, b: Any = None) -> tuple[Any, Any]:
     """What lies between the ends that a call of ``uniform`` names, Python's ``a`` and ``b`` or numpy's ``low`` and ``high``."""
     return low if a is None else a, high if b is None else b

@@ -17,8 +17,8 @@ from fxchimera_passes.capture.attributes import AttributeRule
 from fxchimera_passes.capture.fakes import fake_of
 from fxchimera_passes.capture.frames import Frames
 from fxchimera_passes.capture.functions import FunctionRule
-from fxchimera_passes.capture.libraries import values_readable
 from fxchimera_passes.capture.leaning import leaning
+from fxchimera_passes.capture.libraries import values_readable
 from fxchimera_passes.capture.lines import user_line
 from fxchimera_passes.capture.modules import ModuleRule
 from fxchimera_passes.capture.names import Names
