@@ -205,7 +205,7 @@ def _width(args: argparse.Namespace) -> int:
 
 
 def _ratio(above: float, below: float) -> str:
-    return f"{above / below:.3f}" if below else "-"
+    return f"{above / below:.3f}" if below > 1.0 else "-"  # below a millisecond there is nothing to compare with
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

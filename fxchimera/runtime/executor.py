@@ -160,7 +160,8 @@ class _Run:
 
     def _forward(self, cue: Cue) -> None:
         job, microbatch, program, replica = self._job, cue.microbatch, cue.program, cue.replica
-        assert program is not None and replica is not None
+        assert program is not None
+        assert replica is not None
         if self._refreshes:
             self._refresh(cue.action.stage)
         received: Payload = []

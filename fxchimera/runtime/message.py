@@ -123,7 +123,7 @@ class Parcel:
             stride = tensor.stride()
             if not tensor.is_contiguous():
                 stride = torch.empty_like(tensor, device="meta").stride()
-                plain = self._view(meta, place, stride)  # noqa: PLW2901 - another view of the same place
+                plain = self._view(meta, place, stride)
             plain.copy_(tensor.detach())
             header += [1, *stride]
         self._form.header.pack_into(self._words, 0, *header)

@@ -3,8 +3,8 @@
 Only operators that use each operand once in autograd's graph are listed: then an input's gradient is one summand, as without
 deferral, and sums associate the same way.  RMS norm on a CPU is made of several operators that all read its input: it is not here.
 Neither are layer and group norm, whose weights are small: putting them off gave the same bits and moved no time out of I, but it
-cost 0.5 % of the backward of a transformer layer and 5 % of that of convolutions with group norm, and kept 25 % and 100 % more
-memory until W (benchmarks/split.py on one core of a CPU).
+cost 1 to 2 % of the backward of a transformer layer and 3 to 6 % of that of convolutions with group norm, and kept 25 % and 100 %
+more memory until W (benchmarks/split.py on one core of a CPU).
 """
 
 from __future__ import annotations

@@ -84,12 +84,12 @@ class Search(Pool):
             return winner.shape, fused_where_free(problem, winner.plan, self.budget // 10)[0]
         return winner.shape, winner.plan
 
-    def _found(self) -> list[Candidate]:
+    def _tops(self) -> list[Candidate]:
         """The best of every shape that has one."""
         return [candidates[0] for candidates in self.best if candidates]
 
     def _forget_the_price(self) -> None:
-        """Adds what a search finds to which splitting a backward costs nothing, and the best of it with backwards whole where that pays.
+        """Adds what a search finds to which splitting costs nothing, and the best of it with backwards whole where that pays.
 
         Small prices make the search's ground rough, and good orders are near the ones without a price.
         """

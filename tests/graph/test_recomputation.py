@@ -125,9 +125,7 @@ def test_gpt2_keeps_what_was_predicted(dropout: float) -> None:
         assert stages["full"][number].recompute_seconds == pytest.approx(plan.stages[number].forward_seconds, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"), [("bert", "full"), ("resnet", "full"), ("masked_rotary", "selective")]
-)
+@pytest.mark.parametrize(("name", "mode"), [("bert", "full"), ("resnet", "full"), ("masked_rotary", "selective")])
 def test_stages_keep_what_was_predicted(name: str, mode: str) -> None:
     """As without recomputation: exact but where a stage copies what arrives, as it writes into it (resnet)."""
     example = MODELS[name](dropout=0.1)

@@ -90,7 +90,8 @@ def live() -> tuple[int, int]:
     """Tensors that Python can reach, and the bytes of their memory."""
     gc.collect()
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor) and not isinstance(thing, FakeTensor)]
-    sizes = {thing.untyped_storage().data_ptr(): thing.untyped_storage().nbytes() for thing in found}
+    dense = [thing for thing in found if thing.layout == torch.strided]
+    sizes = {thing.untyped_storage().data_ptr(): thing.untyped_storage().nbytes() for thing in dense}
     return len(found), sum(sizes.values())
 
 

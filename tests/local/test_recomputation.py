@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-import fxchimera
 from fxchimera.errors import FxChimeraError, PartitionError
 from fxchimera.schedule.families import make_order
 from tests.local.wrapped import reference, step, wrap
@@ -113,7 +112,6 @@ LAYERS: dict[str, Callable[[], Callable[[], nn.Module]]] = {
     "attention": lambda: layer(
         lambda m, x: m.a(x, x, x, need_weights=False)[0], a=nn.MultiheadAttention(WIDTH, 2, dropout=0.3, batch_first=True)
     ),
-    "encoder": lambda: lambda: nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.2, batch_first=True),
     "lstm": lambda: layer(lambda m, x: m.a(x)[0], a=nn.LSTM(WIDTH, WIDTH, 2, dropout=0.3, batch_first=True)),
     "in place": lambda: lambda: nn.Sequential(linear(), nn.ReLU(inplace=True), linear(), nn.Dropout(0.2, inplace=True)),
     "written": lambda: layer(written, a=linear()),
@@ -263,7 +261,3 @@ def test_a_cap_that_asks_for_recomputation() -> None:
 def test_modes_that_are_none(wrong: Any) -> None:
     with pytest.raises(FxChimeraError, match="recompute"):
         wrap(MODELS["mlp"](), 2, 2, recompute=wrong)
-
-
-def test_the_name_is_exported() -> None:
-    assert "recompute" in fxchimera.pipeline.__kwdefaults__
