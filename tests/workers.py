@@ -64,7 +64,14 @@ def step(pipe: Pipeline, example: Example) -> Tensor:
 
 
 def train(
-    name: str, stages: int, n: int, schedule: str, *, dropout: float = 0.2, skew: bool = False, state: Any = None,
+    name: str,
+    stages: int,
+    n: int,
+    schedule: str,
+    *,
+    dropout: float = 0.2,
+    skew: bool = False,
+    state: Any = None,
     recompute: Any = "auto",
 ) -> dict[str, Any]:
     """Three optimizer steps with clipping; returns losses, first gradients, norms and the full state (rank 0's).

@@ -68,7 +68,8 @@ class NodeInfo:
     ``saved`` are pairs (number of a piece of memory, its bytes) that autograd keeps from the node to its backward, without
     parameters, buffers, inputs and constants; ``memory`` is the number of the memory that ``value`` lies in, -1 for the others.
     ``dear`` are such pairs of what its operators with much arithmetic made (products, convolutions, attention), ``dear_flops`` and
-    ``dear_bytes`` their part of ``forward_flops`` and ``moved_bytes``.  ``hookable`` tells whether it runs under saved-tensor hooks.
+    ``dear_bytes`` their part of ``forward_flops`` and ``moved_bytes``.
+    ``hookable`` tells whether it runs under saved-tensor hooks.
     ``line`` is the user's own "file:line" of the call, "" when unknown.
     """
 

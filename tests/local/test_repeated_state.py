@@ -76,7 +76,8 @@ def test_an_error_that_only_another_micro_batchs_wrong_path_caused_does_not_coun
 def test_a_buffer_that_two_paths_write_in_different_stages_is_refused_by_name(stages: int, schedule: str) -> None:
     model, x = seeded(Moving, 3), batches(1, 9)[0]
     with wrap(model, x, stages, 3, schedule) as pipe:
-        with pytest.raises(fxchimera.FxChimeraError, match=r"buffer 'mean' is written in forward and used in the stages \[0, 3\]"):
+        earlier_and_last = r"buffer 'mean' is written in forward and used in the stages \[[0-2], 3\]"
+        with pytest.raises(fxchimera.FxChimeraError, match=earlier_and_last):
             pipe.step(x)
         assert all(parameter.grad is None for parameter in model.parameters())
         assert not model.mean.any()
