@@ -51,7 +51,7 @@ def auto(
         costs: Seconds of D stages; shapes with two chunks a rank take every stage as two equal ones.  Or of 2D stages, which only
             those shapes can run.
         limits: Memory, copies of the weights, chunks, and whether backwards may be split; :class:`Limits`' defaults when None.
-        search: ``"default"`` (about a second) or ``"thorough"`` (about half a minute).
+        search: ``"default"`` (about a second) or ``"thorough"`` (half a minute; one where splitting a backward has a price).
         seconds: The budget in seconds of one core, instead of the level's.
         seed: Of the random part.
         cache: Whether a thorough search's order is kept on disk (cache.py), or in which folder.

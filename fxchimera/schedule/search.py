@@ -37,13 +37,27 @@ class Search(Pool):
         budget: Operations to look at.
         seed: Of the random part.
         thorough: Whether there is time for many starts.
+        unpriced_first: Whether it begins with what a search finds to which splitting costs nothing; None: yes, but a ``thorough``
+            one tries both ways.
     """
 
     def __init__(
-        self, num_ranks: int, number: int, costs: Costs, limits: Limits, budget: int, seed: int, *, thorough: bool = False
+        self,
+        num_ranks: int,
+        number: int,
+        costs: Costs,
+        limits: Limits,
+        budget: int,
+        seed: int,
+        *,
+        thorough: bool = False,
+        unpriced_first: bool | None = None,
     ) -> None:
         super().__init__(num_ranks, number, costs, limits, budget)
         self.seed, self.thorough = seed, thorough
+        self.priced = limits.split and bool(costs.backward)
+        self.both_ways = self.priced and thorough and unpriced_first is None
+        self.unpriced_first = self.priced and not self.both_ways and unpriced_first is not False
         self.whole: list[dict[int, Candidate]] = [{} for _ in self.shapes]  # by shape and window, with few backwards split
         self.trials = [trials(problem, seed) for problem in self.problems]
 
@@ -65,7 +79,8 @@ class Search(Pool):
             ScheduleError: Nothing fits into the limits.
         """
         self.publish()
-        self._forget_the_price()
+        if self.unpriced_first:
+            self._forget_the_price()
         left = self.budget - self.used
         for share, keep in ((0.06, len(self.shapes)), (0.06, 2)) if self._wide() else ((0.1, len(self.shapes)), (0.15, 2)):
             chosen = self.open()[:keep]
@@ -75,6 +90,8 @@ class Search(Pool):
         self._build()
         self._divide()
         self._shorten()
+        if self.both_ways:
+            self._the_other_way()
         found = self._tops()
         if not found:
             raise ScheduleError(f"no order of {self.num_ranks} ranks and {self.number} micro-batches fits into {self.limits}")
@@ -93,8 +110,6 @@ class Search(Pool):
 
         Small prices make the search's ground rough, and good orders are near the ones without a price.
         """
-        if not (self.limits.split and self.costs.backward):
-            return
         budget = int(unpriced_share(self.costs) * self.budget)
         if budget < 16 * self.spent_on_one(0):
             return  # no time for more than the published orders, which take part anyway
@@ -105,6 +120,16 @@ class Search(Pool):
         self.add(number, plan)
         self.add(number, fused_where_free(self.problems[number], plan, self.budget // 20, anywhere=True)[0])
         self.used += free.used + self.budget // 20
+
+    def _the_other_way(self) -> None:
+        """Adds what a search as long as this one finds that begins without the price, and so stays near such orders."""
+        other = Search(
+            self.num_ranks, self.number, self.given, self.limits, self.budget, self.seed, thorough=True, unpriced_first=True
+        )
+        number, plan = other.run()
+        for one in other._tops():
+            self.add(one.shape, one.plan)
+        self.add(number, plan)
 
     def _list_rules(self, number: int, budget: int) -> None:
         """Tries rules until the budget is used or the bound is reached; goes on where an earlier call stopped."""
