@@ -55,7 +55,7 @@ class Search(Pool):
     ) -> None:
         super().__init__(num_ranks, number, costs, limits, budget)
         self.seed, self.thorough = seed, thorough
-        self.priced = limits.split and bool(costs.backward)
+        self.priced = limits.split and bool(self.costs.backward)
         self.both_ways = self.priced and thorough and unpriced_first is None
         self.unpriced_first = self.priced and not self.both_ways and unpriced_first is not False
         self.whole: list[dict[int, Candidate]] = [{} for _ in self.shapes]  # by shape and window, with few backwards split
