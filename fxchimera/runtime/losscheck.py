@@ -18,7 +18,8 @@ from torch.autograd.graph import Node
 from fxchimera.errors import FxChimeraError
 from fxchimera.runtime.loss import LossFn, loss_of, place_of
 from fxchimera_passes._torch import OpOverload, TorchDispatchMode, new_fake_mode
-from fxchimera_passes.capture.state import HostDraws, generators_untouched
+from fxchimera_passes.capture.hostdraws import HostDraws
+from fxchimera_passes.capture.state import generators_untouched
 from fxchimera_passes.captured import Captured, RandomKey, info
 from fxchimera_passes.keyed import HOST_ORDINAL, is_random, keyed_random
 from fxchimera_passes.structure import flatten
@@ -46,7 +47,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._random, self._host = False, HostDraws()
+        self._random, self.host = False, HostDraws()
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -56,7 +57,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def keys(self) -> tuple[RandomKey, ...]:
         """Name what was drawn."""
-        host = (RandomKey(_NAME, 0, HOST_ORDINAL),) if self._host.moved() else ()
+        host = (RandomKey(_NAME, 0, HOST_ORDINAL),) if self.host.moved() else ()
         return (*host, RandomKey(_NAME, 0, 0)) if self._random else host
 
 
@@ -80,7 +81,7 @@ def check_loss(captured: Captured, target: Any, loss_fn: LossFn | None) -> tuple
             with fakes, torch.no_grad():
                 outputs = [torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype) for meta in metas if meta is not None]
                 fake_target = structure.rebuild([fakes.from_tensor(tensor) for tensor in targets])
-                with draws:
+                with draws, draws.host.noticing():
                     loss_of(captured.out_structure.rebuild(outputs), fake_target, loss_fn)
         except FxChimeraError:
             raise

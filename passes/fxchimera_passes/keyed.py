@@ -28,6 +28,7 @@ from fxchimera_passes.recompute import Replacement, Replay
 
 __all__ = [
     "HOST_ORDINAL",
+    "HostStates",
     "is_random",
     "keyed_model",
     "keyed_random",
@@ -102,9 +103,8 @@ def keyed_model(model: nn.Module, keys: Sequence[RandomKey]) -> Iterator[None]:
         if where is not None and hosts:
             stack.enter_context(_host_generators())
             for name in dict.fromkeys(key.module for key in hosts):
-                seeds = {key.call: seed_of(*where, key) for key in hosts if key.module == name}
-                hook = model.get_submodule(name).register_forward_pre_hook(_Seeding(seeds), prepend=True)
-                stack.callback(hook.remove)
+                seeding = _Seeding({key.call: seed_of(*where, key) for key in hosts if key.module == name})
+                stack.callback(seeding.around(model.get_submodule(name)))
         yield
 
 
@@ -213,12 +213,11 @@ def _with_host(mode: AbstractContextManager[object], seed: int) -> Iterator[None
 def _host_generators() -> Iterator[None]:
     """Have Python's and numpy's global generators for oneself, and put them back."""
     with _GENERATORS:
-        python_state, numpy_state = python_random.getstate(), np.random.get_state(legacy=False)
+        states = HostStates()
         try:
             yield
         finally:
-            python_random.setstate(python_state)
-            np.random.set_state(numpy_state)
+            states.restore()
 
 
 def seed_host(seed: int) -> None:
@@ -228,12 +227,38 @@ def seed_host(seed: int) -> None:
 
 
 class _Seeding:
-    """A forward pre-hook: call ``k`` of its module begins with the generators at ``seeds[k]``."""
+    """Hooks: call ``k`` of a module begins with the generators at ``seeds[k]``, and leaves them as its caller had them."""
 
     def __init__(self, seeds: Mapping[int, int]) -> None:
         self.seeds, self.calls = seeds, 0
+        self.callers: list[HostStates | None] = []
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if self.calls in self.seeds:
-            seed_host(self.seeds[self.calls])
+    def around(self, module: nn.Module) -> Callable[[], None]:
+        """Hook into ``module``; the function returned takes the hooks away."""
+        hooks = ExitStack()
+        hooks.callback(module.register_forward_pre_hook(self._begin, prepend=True).remove)
+        hooks.callback(module.register_forward_hook(self._end, always_call=True).remove)
+        return hooks.close
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        seed = self.seeds.get(self.calls)
         self.calls += 1
+        self.callers.append(None if seed is None else HostStates())
+        if seed is not None:
+            seed_host(seed)
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if (caller := self.callers.pop()) is not None:
+            caller.restore()
+
+
+class HostStates:
+    """The states of Python's and numpy's global generators at one moment."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy = python_random.getstate(), np.random.get_state(legacy=False)
+
+    def restore(self) -> None:
+        """Put them back."""
+        python_random.setstate(self._python)
+        np.random.set_state(self._numpy)

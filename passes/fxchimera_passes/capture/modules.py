@@ -56,11 +56,11 @@ class ModuleRule:
 
     def _open(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.recorder.entered.add(name)
-        self.recorder.seed_frame(name)
         names = self.recorder.writer.names
         attributes, slots = plain_state(module), names.slots([module])
-        result = call_uncompiled(module, args, kwargs)
-        self.recorder.check_frame()
+        with self.recorder.seeded_frame(name):
+            result = call_uncompiled(module, args, kwargs)
+            self.recorder.check_frame()
         with self.recorder.pause():
             changed = changed_attributes(module, attributes)
             rebound = [slot for slot, tensor in names.slots([module]).items() if slots.get(slot) is not tensor]
@@ -102,11 +102,11 @@ class ModuleRule:
             states = {id(m): plain_state(m) for m in module.modules()}
             slots = writer.names.slots(module.modules())
             counts = {id(tensor): version(tensor) for tensor in slots.values()}
-            with recorder.watch.node(module, self._reachable(module, args, kwargs)) as seen:
+            with recorder.watch.node(module, self._reachable(module, args, kwargs)) as seen, recorder.host.aside() as moved:
                 result = recorder.run(module, args, kwargs)
                 recorder.watch.check(flatten((result, args, kwargs))[0])
-            if recorder.host.moved():
-                seen.random.insert(0, recorder.frames.host_key())
+                if moved():
+                    seen.random.insert(0, recorder.frames.host_key())
             recorder.refuse_smuggled(f"{type(module).__name__} ({name})", seen)
             self._note_state(module, states)
             left = (result, args, kwargs) if filled.collect() else result

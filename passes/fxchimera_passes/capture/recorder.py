@@ -17,6 +17,7 @@ from fxchimera_passes.capture.attributes import AttributeRule
 from fxchimera_passes.capture.fakes import fake_of
 from fxchimera_passes.capture.frames import Frames
 from fxchimera_passes.capture.functions import FunctionRule
+from fxchimera_passes.capture.hostdraws import HostDraws
 from fxchimera_passes.capture.leaning import leaning
 from fxchimera_passes.capture.libraries import values_readable
 from fxchimera_passes.capture.lines import user_line
@@ -28,7 +29,6 @@ from fxchimera_passes.capture.profile import Profile
 from fxchimera_passes.capture.reads import Reads
 from fxchimera_passes.capture.realrun import run_closed
 from fxchimera_passes.capture.signals import NeedClose, NeedSeed
-from fxchimera_passes.capture.state import HostDraws
 from fxchimera_passes.capture.transforms import TransformRule
 from fxchimera_passes.capture.watch import Seen, Watch
 from fxchimera_passes.capture.writer import GraphWriter
@@ -121,16 +121,21 @@ class Recorder:
         if drawn and frame.name not in self.seeded:
             raise NeedSeed(frame.module, f"its forward draws from {drawn}", user_line())
 
-    def seed_frame(self, name: str) -> None:
-        """Let the opened module ``name``, whose call begins, draw from the key of this call, and guard that it is the same."""
-        if name in self.seeded:
+    @contextmanager
+    def seeded_frame(self, name: str) -> Iterator[None]:
+        """Let the opened module ``name``, whose call runs inside, draw from the key of this call, and guard that it is the same."""
+        if name not in self.seeded:
+            yield
+            return
+        with self.host.aside() as moved:
             key = self.frames.host_key()
             seed_host(seed_now(key))
-            self.host.moved()
+            moved()
             self.host_keys.append(key)
             self.reads.drew = True
             holds = _Seed(key) if self.lean is None else _never
             self.reads.guard(f"draws of {name or 'the model'} from Python's or numpy's generator", holds)
+            yield
 
     def check_hooks(self) -> None:
         """Note that autograd would save tensors through a hook here (checkpointing, offloading), which a stage does not do."""
@@ -194,7 +199,8 @@ class Recorder:
         readable = values_readable(self.reads.readable)
         patches = patched(self.modules, self.functions.apply, self.transforms.vmap)
         even = leaning(self.lean if self.seeded else None)
-        with self.mode, patches, self.attributes.installed(), readable, even, self.watch, self.functions:
+        noticing = self.host.noticing()
+        with self.mode, patches, self.attributes.installed(), readable, even, noticing, self.watch, self.functions:
             output = self.model(*args, **kwargs)
         self.attributes.settle()
         tensors, out = flatten(output)

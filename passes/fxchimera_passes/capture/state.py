@@ -7,7 +7,6 @@ fake tensor that a forward cached does not stay behind.
 from __future__ import annotations
 
 import copy
-import pickle
 import random
 import types
 from collections import deque
@@ -19,9 +18,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from fxchimera_passes.keyed import HostStates
+
 __all__ = [
     "Attributes",
-    "HostDraws",
     "changed_attributes",
     "generators_untouched",
     "holders",
@@ -117,7 +117,7 @@ def _refill(original: Any, contents: Any) -> None:
 @contextmanager
 def generators_untouched() -> Iterator[None]:
     """Restore torch's, Python's and numpy's random state; inside it is the same in every process."""
-    python_state, numpy_state = random.getstate(), np.random.get_state(legacy=False)
+    states = HostStates()
     with torch.random.fork_rng(devices=[]):
         try:
             torch.default_generator.manual_seed(0)
@@ -125,24 +125,7 @@ def generators_untouched() -> Iterator[None]:
             np.random.seed(0)
             yield
         finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-
-
-class HostDraws:
-    """Notices draws from Python's and numpy's global generators, which no mode can see."""
-
-    def __init__(self) -> None:
-        self._last = self._states()
-
-    def moved(self) -> list[str]:
-        """Name the generators that were drawn from since the last call."""
-        before, self._last = self._last, self._states()
-        return [name for name, state in self._last.items() if state != before[name]]
-
-    @staticmethod
-    def _states() -> dict[str, Any]:
-        return {"random": random.getstate(), "numpy.random": pickle.dumps(np.random.get_state(legacy=False))}
+            states.restore()
 
 
 @contextmanager
