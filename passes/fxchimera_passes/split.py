@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from fxchimera_passes.captured import Captured, TensorMeta, info
-from fxchimera_passes.inplace import may_alias, written
+from fxchimera_passes.inplace import overwritten
 from fxchimera_passes.plan import NONE, Stage, StagePlan
 from fxchimera_passes.recomputation import Recomputation
 from fxchimera_passes.regions import Wrap, enclose
@@ -130,14 +130,8 @@ class _Writer:
 
     def _copy_written(self, arrived: list[fx.Node]) -> None:
         """What arrives is a leaf of autograd or the user's batch: hand writers a copy of it."""
-        targets = {target for node in self.run for target in written(node)}
-        touched = set(targets)
-        for node in reversed(self.run):
-            if node in touched and may_alias(node, self.captured.model):
-                touched.update(node.all_input_nodes)
-        for node in arrived:
-            if node in touched:
-                self.env[node] = self._keep(node, self.graph.call_method("clone", (self.env[node],)))
+        for node in overwritten(arrived, self.run, self.captured.model):
+            self.env[node] = self._keep(node, self.graph.call_method("clone", (self.env[node],)))
 
     def _operation(self, node: fx.Node) -> None:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._argument)
