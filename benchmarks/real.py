@@ -26,15 +26,11 @@ import torch
 import torch.nn.functional as F
 from launched import on_ranks, run_step
 from torch import Tensor, nn
-from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch_peers import PEERS
 
 import fxchimera
-from fxchimera_passes.analytic import analytic
-from fxchimera_passes.capture import capture
-from fxchimera_passes.split import StageGraph, split
-from fxchimera_passes.stages import make_plan
+from fxchimera.interop import torch_stages
 
 OURS = ("1f1b", "chimera", "auto")
 LAYERS = 11
@@ -109,43 +105,24 @@ def make_ours(name: str, args: argparse.Namespace, microbatches: int, batch: Ten
 # ---------------------------------------------------------------------- torch's
 
 
-class TorchStage(nn.Module):
-    """One of our stage modules, called as torch's ``PipelineStage`` does: inputs that later stages read come by keyword."""
-
-    def __init__(self, graph: StageGraph, model: nn.Module) -> None:
-        super().__init__()
-        self.stage = graph.bind(model)
-        self.first = graph.stage.index == 0
-        self.reads = len(graph.stage.inputs)
-
-    def forward(self, *received: Tensor, tokens: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
-        """Return what the stage sends, one tensor or several."""
-        own = () if self.first else (tokens,) * self.reads
-        sent = self.stage(*received, *own)
-        return sent[0] if len(sent) == 1 else tuple(sent)
-
-
 def make_theirs(name: str, args: argparse.Namespace, microbatches: int, batch: Tensor, rank: int) -> Callable[[], Tensor | None]:
     """Build one of torch's schedules on this rank and return a step; the loss is known on the rank of the last stage."""
-    total = args.stages * PEERS[name]
-    mine = [rank] if total == args.stages else [rank, total - 1 - rank] if name.startswith("ZBV") else [rank, rank + args.stages]
-    model = make_model(args)
-    captured = capture(model, (batch[: args.rows],), {}, num_stages=total, opened=cuts(total))
-    graphs = split(captured, make_plan(captured, analytic(captured), total, split_points=cuts(total)))
-    modules = [TorchStage(graphs[i], model) for i in mine]
-    stages = [pipelining.PipelineStage(m, i, total, torch.device("cpu")) for m, i in zip(modules, mine, strict=True)]
-    schedule: Any = get_schedule_class(name)(stages if len(stages) > 1 else stages[0], microbatches, loss_fn=next_token_loss)
-    parameters = [parameter for module in modules for parameter in module.parameters()]
-    call: dict[str, Any] = {"target": batch} if total - 1 in mine else {}
-    if any(module.reads and not module.first for module in modules):
-        call["tokens"] = batch
+    ours = {"GPipe": "gpipe", "1F1B": "1f1b", "Interleaved1F1B": "interleaved-1f1b", "ZBVZeroBubble": "zbv"}[name]
+    stages = torch_stages(
+        make_model(args),
+        example_args=(batch,),
+        num_stages=args.stages,
+        n_microbatches=microbatches,
+        schedule=ours,
+        split_points=cuts(args.stages * PEERS[name]),
+    )
+    runner = stages.runner(rank, get_schedule_class(name), loss_fn=next_token_loss)
+    parameters = list(runner.parameters())
 
     def step() -> Tensor | None:
         for parameter in parameters:
             parameter.grad = None
-        losses: list[Tensor] = []
-        schedule.step(*((batch,) if 0 in mine else ()), losses=losses, return_outputs=False, **call)
-        return torch.stack(losses).mean().detach() if losses else None
+        return runner.step(batch, target=batch)
 
     return step
 

@@ -19,7 +19,19 @@ from fxchimera.errors import BatchError
 from fxchimera.runtime.settings import frozen
 from fxchimera_passes.structure import Structure, flatten
 
-__all__ = ["Batch", "ChunkSpecs", "MicroBatch", "describe", "describe_batch", "digest", "divide", "form", "merge", "sample"]
+__all__ = [
+    "Batch",
+    "ChunkSpecs",
+    "MicroBatch",
+    "describe",
+    "describe_batch",
+    "digest",
+    "dimensions",
+    "divide",
+    "form",
+    "merge",
+    "sample",
+]
 
 Dimension = TensorChunkSpec | int | None
 _SAMPLED = 64
@@ -99,6 +111,11 @@ def divide(args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, n_micr
             )
         )
     return Batch(tuple(microbatches), rows)
+
+
+def dimensions(args: tuple[Any, ...], kwargs: Mapping[str, Any], specs: ChunkSpecs) -> list[int | None]:
+    """Return along which dimension each tensor of a batch is divided, None for one that every micro-batch gets whole."""
+    return [leaf.dim for leaf in _leaves(args, kwargs, specs)]
 
 
 def merge(outputs: Sequence[Any], rows: Sequence[int]) -> Any:

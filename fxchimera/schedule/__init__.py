@@ -13,6 +13,7 @@ from fxchimera.schedule.certificate import Certificate, certify
 from fxchimera.schedule.channel import channel, counterpart, peer
 from fxchimera.schedule.check import Proof, check
 from fxchimera.schedule.families import forward_only, make_order, schedules
+from fxchimera.schedule.files import read_csv_file, write_csv_file
 from fxchimera.schedule.infer import read_order
 from fxchimera.schedule.limits import Found, Limits
 from fxchimera.schedule.lower import lower
@@ -62,8 +63,10 @@ __all__ = [
     "one_way",
     "peer",
     "read_csv",
+    "read_csv_file",
     "read_order",
     "schedules",
     "simulate",
     "v_shape",
+    "write_csv_file",
 ]

@@ -45,6 +45,7 @@ __all__ = [
     "grouped_mm",
     "hooks_of",
     "in_transform",
+    "is_view",
     "makes_view",
     "memory_is_shared",
     "new_fake_mode",
@@ -133,6 +134,11 @@ class MemoryRef:
 def version(tensor: Tensor) -> int:
     """Count the in-place writes that ``tensor`` has seen."""
     return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Tell whether autograd takes ``tensor`` for a view of another one."""
+    return bool(tensor._is_view())
 
 
 def makes_view(operator: OpOverload) -> bool:

@@ -1,0 +1,338 @@
+"""PiPPy, which is ``torch.distributed.pipelining`` in torch by now, beside fxchimera: each runs what the other one made.
+
+    our stages, torch's schedules     torch_stages(model, ...).runner(rank, Schedule1F1B) -> .step(x, target=y)
+    our orders, torch's runtime       torch_stages(model, ..., schedule="zbv").runner(rank)
+    orders as CSV                     schedule.write_csv_file(order, path), schedule.read_csv_file(path)
+    torch's Pipe, our schedules       fxchimera.pipeline(pipe, ...)
+
+torch's schedules need micro-batches of one size and shape, one way through the model, and no tied parameters in different stages;
+what would train wrongly, or hang, there is refused here.  The private names of torch that this needs are those of torch 2.13.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import microbatch as torch_microbatch
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+from torch.distributed.pipelining.stage import PipelineStage
+
+from fxchimera.errors import BatchError, FxChimeraError
+from fxchimera.planner.draft import draft
+from fxchimera.planner.table import Plan
+from fxchimera.runtime.loss import LossFn, LossWeight, loss_of, weights_of
+from fxchimera.runtime.microbatch import Batch, ChunkSpecs, MicroBatch, describe, dimensions, divide
+from fxchimera.runtime.program import Program
+from fxchimera.schedule.families import make_order
+from fxchimera.schedule.files import one_way_only, write_csv_file
+from fxchimera.schedule.order import Order
+from fxchimera_passes._torch import is_view
+from fxchimera_passes.captured import TensorMeta, info
+from fxchimera_passes.keyed import microbatch_randomness
+from fxchimera_passes.split import StageGraph
+from fxchimera_passes.structure import flatten
+
+__all__ = ["TorchRunner", "TorchStage", "TorchStages", "original_names", "torch_stages"]
+
+TorchSchedule = Callable[..., Any]
+
+
+class _Entry(torch.autograd.Function):
+    """Hands a tensor through, and makes its gradient contiguous: torch's split backward sends gradients as they come."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        return gradient.contiguous()
+
+
+def _entered(tensor: Tensor) -> Tensor:
+    """What arrives, such that its gradient can be sent."""
+    entry: Tensor = _Entry.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+    return entry
+
+
+def _sendable(tensor: Tensor) -> Tensor:
+    """A tensor that gloo takes, and that torch may detach in place, which it may not do to a view."""
+    return tensor.clone(memory_format=torch.contiguous_format) if is_view(tensor) else tensor.contiguous()
+
+
+class TorchStage(nn.Module):
+    """A stage of a model as torch's ``PipelineStage`` calls it; parameters have the model's own names, and are its own.
+
+    The first stage takes those tensors of the batch that it reads, in order; a later one takes what the stage before sent, and by
+    keyword (``input_2``) what it reads of the batch itself.  Returns a tuple of what it sends, or of the model's output tensors.
+    """
+
+    def __init__(self, graph: StageGraph, model: nn.Module, *, last: bool) -> None:
+        super().__init__()
+        bound = graph.bind(model)
+        self._modules, self._parameters, self._buffers = bound._modules, bound._parameters, bound._buffers
+        self.index, self.training = graph.stage.index, model.training
+        self.inputs = tuple(f"input_{position}" for position in graph.stage.inputs)
+        self._run, self._last = bound.forward, last
+
+    def forward(self, *received: Tensor, **inputs: Tensor) -> tuple[Tensor, ...]:
+        """Run the stage; keywords of other stages on this rank are ignored."""
+        own = [inputs[name] for name in self.inputs] if self.index else ()
+        entered = map(_entered, received) if self.index else received
+        sent = self._run(*entered, *own)
+        return tuple(sent) if self._last else tuple(map(_sendable, sent))
+
+
+def torch_stages(
+    model: nn.Module,
+    *,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    num_stages: int,
+    n_microbatches: int,
+    schedule: str | Order = "1f1b",
+    split_points: Sequence[str] = (),
+    args_chunk_spec: Sequence[Any] | None = None,
+    kwargs_chunk_spec: Mapping[str, Any] | None = None,
+    target_chunk_spec: Any = 0,
+) -> TorchStages:
+    """Cut ``model`` as :func:`fxchimera.pipeline` does, into stages for torch's own runtime; every rank calls it.
+
+    Args:
+        model: Any ``nn.Module`` whose parameters are each read by one stage only.
+        example_args: Positional arguments of one batch.
+        example_kwargs: Keyword arguments of one batch.
+        num_stages: Number of ranks.
+        n_microbatches: Number of micro-batches, all of the same size.
+        schedule: A one-way family or order; it says how many stages a rank has, and where.
+        split_points: As in :func:`fxchimera.pipeline`.
+        args_chunk_spec: As there.
+        kwargs_chunk_spec: As there.
+        target_chunk_spec: As there.
+
+    Raises:
+        ScheduleError: The order has several pipes.
+        PartitionError: The model cannot be cut so.
+        FxChimeraError: Several stages would read one parameter: torch would not add their gradients.
+    """
+    order = one_way_only(make_order(schedule, num_stages, n_microbatches) if isinstance(schedule, str) else schedule)
+    specs = ChunkSpecs(args=args_chunk_spec, kwargs=kwargs_chunk_spec, target=target_chunk_spec)
+    batch = divide(example_args, dict(example_kwargs or {}), None, n_microbatches, specs)
+    example = batch.microbatches[0]
+    made = draft(model, example.args, example.kwargs, order, split_points=split_points, recompute="none")
+    readers: dict[str, list[int]] = {}
+    for stage in made.cut.stages:
+        for name in stage.parameters:
+            readers.setdefault(name, []).append(stage.index)
+    shared = {name: stages for name, stages in readers.items() if len(stages) > 1}
+    for name, stages in shared.items():
+        raise FxChimeraError(
+            f"stages {' and '.join(map(str, stages))} read parameter {name!r}, and torch.distributed.pipelining does not add their "
+            f"gradients ({len(shared)} such parameters); use fxchimera.pipeline, which does, or cut elsewhere"
+        )
+    return TorchStages(model, Program.of(made.captured, made.cut), made.plan, order, example, specs)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchStages:
+    """A model cut for torch's runtime; made by :func:`torch_stages`."""
+
+    model: nn.Module
+    program: Program
+    plan: Plan
+    order: Order
+    example: MicroBatch
+    specs: ChunkSpecs
+
+    def on_rank(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank."""
+        return tuple(stage for _, stage in self.order.placement.replicas(rank))
+
+    def module(self, index: int) -> TorchStage:
+        """Stage ``index``; its parameters are those of the model that was cut."""
+        return TorchStage(self.program.graphs[index], self.model, last=index == len(self.program.graphs) - 1)
+
+    def pipeline_stage(
+        self, index: int, *, device: torch.device | None = None, group: dist.ProcessGroup | None = None
+    ) -> PipelineStage:
+        """Torch's ``PipelineStage`` around stage ``index``, with shapes given, so that torch need not run the model to find them.
+
+        Args:
+            index: The stage.
+            device: Where it runs; by default where the model was recorded.
+            group: The process group of the pipeline; by default all ranks.
+        """
+        graph = self.program.graphs[index]
+        first = [TensorMeta.of(self.example.inputs[k]) for k in graph.stage.inputs]
+        place = device or self.program.captured.device
+        return PipelineStage(
+            self.module(index),
+            index,
+            len(self.program.graphs),
+            place,
+            input_args=_like([value.meta for value in graph.stage.received] if index else first, place),
+            output_args=_like(self._sent(graph), place),
+            group=group,
+        )
+
+    def _sent(self, graph: StageGraph) -> list[TensorMeta]:
+        if graph is not self.program.graphs[-1]:
+            return [value.meta for value in graph.stage.sent]
+        output = next(node for node in reversed(graph.graph.nodes) if node.op == "output")
+        return [value for node in output.args[0] if (value := info(node).value) is not None]
+
+    def runner(
+        self,
+        rank: int,
+        schedule: TorchSchedule | None = None,
+        *,
+        loss_fn: LossFn | None = None,
+        loss_weight: LossWeight = "samples",
+        device: torch.device | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> TorchRunner:
+        """What steps this rank's stages.
+
+        Args:
+            rank: This process's rank in the pipeline.
+            schedule: A class of torch's (``Schedule1F1B``); None runs this object's own order in torch's runtime.
+            loss_fn: As in :func:`fxchimera.pipeline`.
+            loss_weight: As there.
+            device: Where the stages run.
+            group: The process group of the pipeline.
+        """
+        stages = [self.pipeline_stage(index, device=device, group=group) for index in self.on_rank(rank)]
+        return TorchRunner(self, stages, schedule, loss_fn, loss_weight)
+
+
+class TorchRunner:
+    """Steps the stages of one rank under a schedule of torch's; made by :meth:`TorchStages.runner`."""
+
+    def __init__(
+        self,
+        stages: TorchStages,
+        mine: Sequence[PipelineStage],
+        schedule: TorchSchedule | None,
+        loss_fn: LossFn | None,
+        loss_weight: LossWeight,
+    ) -> None:
+        self.stages, self.mine, self._loss_fn, self._loss_weight = stages, tuple(mine), loss_fn, loss_weight
+        self._batch: tuple[Batch, tuple[float, ...]] | None = None
+        self._indices = [stage.stage_index for stage in mine]
+        self._last = len(stages.program.graphs) - 1
+        self.schedule: Any = self._made(schedule)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of this rank's stages."""
+        return [parameter for stage in self.mine for parameter in stage.submod.parameters()]
+
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor | None:
+        """Run forward and backward of one batch, the same on every rank; gradients are added to the model's own ``.grad``.
+
+        Returns the batch's loss on the rank of the last stage, None on the others.
+
+        Raises:
+            BatchError: A micro-batch has another shape than in the example, or takes another path through the model.
+        """
+        stages = self.stages
+        batch = divide(args, kwargs, target, stages.order.placement.n_microbatches, stages.specs)
+        self._check(batch)
+        count = len(batch.microbatches)
+        weights = weights_of(batch, self._loss_weight, self._loss_fn, [stages.program] * count)
+        tensors, _ = flatten((args, kwargs))
+        positional, named = self._split(tensors)
+        losses: list[Tensor] = []
+        numbers = {"target": torch.arange(count)} if self._last in self._indices else {}
+        self._batch = batch, weights
+        self.schedule.step(*positional, **numbers, losses=losses, return_outputs=False, **named)
+        return torch.stack(losses).mean().detach() if losses else None
+
+    def _loss(self, output: Sequence[Tensor], number: Tensor) -> Tensor:
+        """The loss of a micro-batch, times N and its weight: torch divides gradients by N."""
+        assert self._batch is not None
+        (batch, weights), index = self._batch, int(number)
+        structured = self.stages.program.captured.out_structure.rebuild(list(output))
+        return loss_of(structured, batch.microbatches[index].target, self._loss_fn) * (weights[index] * len(weights))
+
+    def _made(self, schedule: TorchSchedule | None) -> Any:
+        """The schedule object, told how to divide what this rank passes to it."""
+        dims = dimensions(self.stages.example.args, self.stages.example.kwargs, self.stages.specs)
+        positional, named = self._split([_spec(dim) for dim in dims])
+        options: dict[str, Any] = {"loss_fn": self._loss, "args_chunk_spec": tuple(positional) or None}
+        options["kwargs_chunk_spec"] = named or None
+        count = self.stages.order.placement.n_microbatches
+        if schedule is None:
+            return _loaded(_runtime()(list(self.mine), count, **options), self.stages.order)
+        several = isinstance(schedule, type) and issubclass(schedule, PipelineScheduleMulti)
+        return schedule(list(self.mine) if several else self.mine[0], count, **options)
+
+    def _split(self, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Of one value for each tensor of the batch, what this rank passes by position and what by keyword."""
+        wanted = {index: self.stages.program.graphs[index].stage.inputs for index in self._indices}
+        named = {f"input_{k}": values[k] for index, positions in wanted.items() if index for k in positions}
+        return [values[k] for k in wanted.get(0, ())], named
+
+    def _check(self, batch: Batch) -> None:
+        program, example = self.stages.program, self.stages.example
+        known = _shapes(example)
+        for microbatch in batch.microbatches:
+            found = _shapes(microbatch)
+            if found != known or describe(microbatch.structure) != describe(example.structure):
+                raise BatchError(
+                    f"micro-batch {microbatch.index} has tensors {found}, the example has {known}: torch's schedules take "
+                    "micro-batches of one shape with the same plain values; fxchimera.pipeline takes any"
+                )
+            with microbatch_randomness(torch.initial_seed(), 0, microbatch.index):
+                wrong = next((guard for guard in program.captured.guards if not guard.holds(microbatch.inputs)), None)
+            if wrong is not None:
+                raise BatchError(
+                    f"micro-batch {microbatch.index} takes another path through the model than the example, at {wrong.line} "
+                    f"({wrong.description}); fxchimera.pipeline records such paths, torch's schedules run one"
+                )
+
+
+def _shapes(microbatch: MicroBatch) -> list[str]:
+    return [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in microbatch.inputs]
+
+
+def original_names(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict of a wrapped ``Pipe`` under the names of the model that torch traced: without ``submod_pp_0.``."""
+    return {name.split(".", 1)[1] if name.startswith("submod_pp_") else name: value for name, value in state.items()}
+
+
+def _runtime() -> Any:
+    """Torch's class that runs any order (torch 2.13: ``_PipelineScheduleRuntime``)."""
+    found = getattr(torch_schedules, "_PipelineScheduleRuntime", None)
+    if found is None:
+        raise FxChimeraError(
+            f"torch {torch.__version__} has no torch.distributed.pipelining.schedules._PipelineScheduleRuntime (torch 2.13 has); "
+            "pass one of torch's schedule classes"
+        )
+    return found
+
+
+def _loaded(runtime: Any, order: Order) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        write_csv_file(order, path := Path(folder, "order.csv"))
+        runtime._load_csv(str(path), format="compute_only")
+    return runtime
+
+
+def _spec(dim: int | None) -> Any:
+    """How torch is told to divide a tensor; to repeat one has a private name (torch 2.13: ``_Replicate``)."""
+    spec: Any = torch_microbatch.TensorChunkSpec
+    return spec(dim) if dim is not None else torch_microbatch._Replicate()
+
+
+def _like(metas: Sequence[TensorMeta], device: torch.device) -> tuple[Tensor, ...]:
+    """Tensors of these shapes and dtypes, contiguous as they are sent."""
+    return tuple(torch.empty(meta.shape, dtype=meta.dtype, device=device).requires_grad_(meta.requires_grad) for meta in metas)
