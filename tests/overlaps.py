@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxchimera.runtime.distributed import DistributedTransport
 from fxchimera.runtime.transport import Channel
 from tests import workers
 from tests.local.acting import around_actions
@@ -98,6 +99,8 @@ def _run_long(schedule: str, stages: int, n: int, steps: int) -> Long:
         before = resident()
         train(steps)
         grown = resident() - before
-        room, receivers = pipe._orders.room(), pipe._engine._transports[0]._receivers
-        pools = {c: (one.pool.made, one.pool.lent, room[c] + 2) for c, one in receivers.items() if c[2] not in ("P", "G")}
+        room, transport = pipe._orders.room(), pipe._engine._transports[0]
+        assert isinstance(transport, DistributedTransport)
+        pools = {c: (one.pool.made, one.pool.lent, room[c] + 1) for c, one in transport._incoming.items() if c[2] not in ("P", "G")}
+        pools |= {c: (one.made, 0, room[c]) for c, one in transport._outgoing.items() if c[2] not in ("P", "G")}
     return grown, pools

@@ -1,160 +1,221 @@
-"""Ranks as processes: every channel is a two-rank gloo group with a helper thread at each end.
+"""Ranks as processes: every channel is a TCP connection, which the rank's own thread writes to and reads from.
 
-    rank's thread    pack, start the send        ...compute...                     take from the queue
-    helper           wait for it, let the buffer go        receives started ahead, waited for one by one
+    small message    written at once, read when it is wanted           no other thread takes part
+    the rest         what the connection does not hold is written, and a large message is read ahead, by helper threads
 
-gloo cannot be polled, and a short wait kills the connection, so helper threads wait, and the rank's own thread waits on queues.
-It starts its sends itself: a helper would have to wait for the interpreter, which the rank's thread keeps until its next
-kernel.  Receives are started ahead, because gloo moves a message for which no receive is started only after asking.  Sends and
-receives never share a group, and flows never share one either: with one group for both directions messages were delivered to the
-wrong consumer without any error.
+So a message wakes one thread, the one that waits for it; and whoever waits does so in naps, between which it looks whether another
+rank has failed.  A send never waits: what does not fit is left to the channel's helper, and later messages queue behind it.
+Sends and receives never share a connection, and flows never share one either.
 """
 
 from __future__ import annotations
 
-import datetime
 import queue
+import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fxchimera.errors import PipelineError
-from fxchimera.runtime.failure import Cause, Failure
-from fxchimera.runtime.groups import Group, connect, open_devices
+from fxchimera.runtime.failure import NAP_SECONDS, Cause, Failure
 from fxchimera.runtime.message import Key, Parcel, Payload
 from fxchimera.runtime.receivepool import ReceivePool
 from fxchimera.runtime.sharedfailure import SharedFailure, resolve_cause
 from fxchimera.runtime.transport import Channel, Expected
+from fxchimera.runtime.wires import open_wires
 from fxchimera_passes.captured import TensorMeta
 
 __all__ = ["DistributedTransport"]
 
 _CLOSE_SECONDS = 5.0
-_JOIN_SECONDS = 0.05
 _RARE = ("P", "G")  # flows of few large messages, for which no buffer is kept
-_UNWATCHED = 4  # sends of a channel that nobody waits for yet
 _STAND_BACK_SECONDS = 0.0003  # the rank's thread wakes and takes the interpreter, before a helper goes on to the next message
-_AHEAD = 2  # receives of a channel that are started and not done: the next one is there while a message is handed over
+_LARGE_BYTES = 1 << 18  # read ahead: from here on the copy out of the kernel takes longer than waking another thread
 
 
-class _Helper(threading.Thread):
-    """Waits at one end of a channel; ``tasks`` ends with None.
+class _EndedError(Exception):
+    """The transport is being closed, or another rank has failed: the helper has nothing more to do."""
 
-    When it has ended, its group is destroyed.  That closes the connection and so releases the helper at the other end, if that
-    one is blocked: of the two ends of a channel at most one can be, since two that are would have met.
-    """
 
-    def __init__(self, channel: Channel, group: Group, failure: Failure, peer: int) -> None:
-        super().__init__(name=f"fxchimera-{channel}", daemon=True)
-        self.tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.channel, self.group = channel, group
-        self.other = 1 - group.rank()
-        self._failure, self._peer = failure, peer
+class _End:
+    """One end of a channel, and its helper thread, which is started when it first has something to do."""
 
-    def run(self) -> None:
-        try:
-            self.serve()
-        except Exception as error:
-            self.broken(error)
+    def __init__(self, channel: Channel, wire: socket.socket, failure: Failure, peer: int) -> None:
+        self.wire = wire
+        self._channel, self._failure, self._peer = channel, failure, peer
+        self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._ending = False
 
-    def serve(self) -> None:
-        """Do every task, until there is none any more."""
+    def leave(self, task: Any) -> None:
+        """Give the helper something to do."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"fxchimera-{self._channel}", daemon=True)
+            self._thread.start()
+        self._tasks.put(task)
+
+    def end(self) -> None:
+        """Tell the helper that there is nothing more to come."""
+        self._ending = True
+        self._tasks.put(None)
+
+    def close(self, deadline: float) -> None:
+        """Wait for the helper, and close the connection."""
+        if self._thread is not None:
+            self._thread.join(timeout=max(deadline - time.monotonic(), 0.0))
+        self.wire.close()
+
+    def serve(self, task: Any) -> None:
+        """Do one task, on the helper's thread."""
         raise TypeError(f"{type(self).__name__} does not say how")
 
     def broken(self, error: Exception) -> Cause:
-        """Return the cause behind an error of gloo's."""
-        return resolve_cause(self._failure, Cause(self._peer, f"the connection on channel {self.channel} broke: {error}"))
+        """Return the cause behind an error of the connection."""
+        return resolve_cause(self._failure, Cause(self._peer, f"the connection on channel {self._channel} broke: {error}"))
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                self.serve(task)
+            except _EndedError:
+                return
+            except OSError as error:
+                self.broken(error)
+                return
+            del task  # a waiting thread keeps no buffer alive
+
+    def _stop_after_failure(self) -> None:
+        if self._failure.cause is not None:
+            raise _EndedError
 
 
-class _Sender(_Helper):
-    """Waits for the sends of one channel, in order; a buffer is left alone until its send is done, and then used again."""
+class _Outgoing(_End):
+    """The sending end of a channel; a buffer is used again when it has been written.  ``made`` counts those that had to be made."""
 
-    def __init__(self, channel: Channel, group: Group, failure: Failure, peer: int) -> None:
-        super().__init__(channel, group, failure, peer)
-        self._unwatched: list[tuple[dist.Work, Parcel]] = []
-        self._left: list[tuple[dist.Work, Parcel]] = []
-        kept = _UNWATCHED if channel[2] not in _RARE else 0
-        self._free: deque[Parcel] = deque(maxlen=kept)
+    def __init__(self, channel: Channel, wire: socket.socket, failure: Failure, peer: int, room: int) -> None:
+        super().__init__(channel, wire, failure, peer)
+        wire.settimeout(0.0)
+        self._free: deque[Parcel] = deque(maxlen=max(room, 1) if channel[2] not in _RARE else 0)
+        self._left = self._written = 0  # to the helper, and by it
+        self.made = 0
 
     def send(self, key: Key, payload: Payload, metas: Sequence[TensorMeta]) -> None:
-        """Start a send, on the caller's thread.
+        """Write a message as far as the connection holds it.
 
         Raises:
             PipelineError: The connection is broken, or the payload is not what ``metas`` say.
         """
-        parcel = self._free.popleft() if self._free else None
-        if parcel is None or parcel.metas != metas:
-            parcel = Parcel(metas)
+        parcel = self._empty(metas)
         parcel.fill(key, payload)
-        try:
-            work = self.group.send([parcel.buffer], self.other, _tag(key))
-        except Exception as error:
-            raise self.broken(error).error() from error
-        self._unwatched.append((work, parcel))
-        if len(self._unwatched) >= _UNWATCHED:
-            self.watch()
-
-    def watch(self) -> None:
-        """Give the helper what was started; waking it costs the caller's thread some of the interpreter's time."""
-        unwatched, self._unwatched = self._unwatched, []
-        for task in unwatched:
-            self.tasks.put(task)
-
-    def serve(self) -> None:
-        while (task := self.tasks.get()) is not None:
-            if self._failure.cause is None:
-                task[0].wait()
-                self._free.append(task[1])
-            else:
-                self._left.append(task)  # gloo may read from the buffer until the group is destroyed
-            del task  # a waiting thread keeps no buffer alive
-
-
-class _Receiver(_Helper):
-    """Receives the announced messages of one channel, in order, ahead of the computes that need them."""
-
-    def __init__(self, channel: Channel, group: Group, failure: Failure, peer: int, room: int) -> None:
-        super().__init__(channel, group, failure, peer)
-        self.pool = ReceivePool(room + _AHEAD if channel[2] not in _RARE else 0)
-        self.arrived: queue.SimpleQueue[tuple[Expected, torch.Tensor]] = queue.SimpleQueue()
-        self._begun: deque[tuple[Expected, torch.Tensor, dist.Work]] = deque()
-
-    def serve(self) -> None:
-        while self._begin_ahead():
-            expected, buffer, work = self._begun[0]  # stays there: after a failure gloo may still write into it
-            work.wait()
-            self.arrived.put((expected, buffer))
-            time.sleep(_STAND_BACK_SECONDS)
-            self._begun.popleft()
-            del expected, buffer, work
-
-    def _begin_ahead(self) -> bool:
-        """Begin the next receives, and wait for a task when there is none to wait for; False at the end."""
-        while len(self._begun) < _AHEAD:
+        sent = 0
+        if self._left == self._written:
             try:
-                task = self.tasks.get(block=not self._begun)
-            except queue.Empty:
-                break
-            if task is None:
-                return False
-            if self._failure.cause is None:
-                buffer = self.pool.take(task.form.bytes)
-                work = self.group.recv([buffer], self.other, _tag(task.key))
-                self._begun.append((task, buffer, work))
-        return True
+                sent = self.wire.send(parcel.bytes)
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                raise self.broken(error).error() from error
+            if sent == len(parcel.bytes):
+                self._free.append(parcel)
+                return
+        self._left += 1
+        self.leave((parcel, sent))
+
+    def serve(self, task: Any) -> None:
+        """Write the rest of a message."""
+        parcel, sent = task
+        rest = parcel.bytes[sent:]
+        with self.wire.dup() as wire:  # the other end of which waits, while the rank's thread does not
+            wire.settimeout(NAP_SECONDS)
+            while rest:
+                try:
+                    rest = rest[wire.send(rest) :]
+                except TimeoutError:
+                    self._stop_after_failure()
+        self._free.append(parcel)
+        self._written += 1
+
+    def _empty(self, metas: Sequence[TensorMeta]) -> Parcel:
+        for _ in range(len(self._free)):
+            parcel = self._free.popleft()
+            if parcel.metas == metas:
+                return parcel
+            self._free.append(parcel)
+        self.made += 1
+        return Parcel(metas)
+
+
+class _Incoming(_End):
+    """The receiving end of a channel: the announced messages in order, large ones read ahead of the computes that need them."""
+
+    def __init__(self, channel: Channel, wire: socket.socket, failure: Failure, peer: int, room: int) -> None:
+        super().__init__(channel, wire, failure, peer)
+        wire.settimeout(NAP_SECONDS)
+        self.pool = ReceivePool(room + 1 if channel[2] not in _RARE else 0)
+        self._due: deque[tuple[Expected, bool]] = deque()  # and whether the helper reads it
+        self._arrived: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+
+    def post(self, messages: Sequence[Expected]) -> None:
+        """Announce messages; all are left to the helper if one of them is large, as only one thread may read at a time."""
+        ahead = any(message.form.bytes >= _LARGE_BYTES for message in messages) and all(by_helper for _, by_helper in self._due)
+        for message in messages:
+            self._due.append((message, ahead))
+            if ahead:
+                self.leave(message)
+
+    def receive(self, key: Key, what: object) -> Payload:
+        """Return the next message.
+
+        Raises:
+            PipelineError: It is not ``key``, did not come in time, or another rank failed.
+        """
+        expected, ahead = self._due.popleft()
+        if expected.key != key:
+            raise PipelineError(f"{what}: expected {key}, but {expected.key} was announced in its place")
+        buffer = self._failure.wait(self._arrived, what) if ahead else self._read_now(expected, what)
+        return expected.form.unpack(key, buffer)
+
+    def serve(self, task: Any) -> None:
+        """Read one message ahead."""
+        self._arrived.put(self._read(task, self._stop))
+        time.sleep(_STAND_BACK_SECONDS)
+
+    def _stop(self) -> None:
+        self._stop_after_failure()
+        if self._ending:
+            raise _EndedError
+
+    def _read_now(self, expected: Expected, what: object) -> torch.Tensor:
+        try:
+            return self._read(expected, self._failure.patience(what))
+        except OSError as error:
+            raise self.broken(error).error() from error
+
+    def _read(self, expected: Expected, between: Callable[[], None]) -> torch.Tensor:
+        """Read a message, in naps; ``between`` them is called what ends the wait by raising."""
+        buffer = self.pool.take(expected.form.bytes)
+        rest = buffer.numpy().data
+        while rest:
+            try:
+                count = self.wire.recv_into(rest)
+            except TimeoutError:
+                between()
+                continue
+            if not count:
+                raise ConnectionError("the other end has closed it")
+            rest = rest[count:]
+        return buffer
 
 
 class DistributedTransport:
-    """The helper threads of one rank's channels.
+    """The ends of one rank's channels.
 
-    All ranks must construct it at the same time with the same ``channels``: groups are made, and each is used once, in one
-    global order.
+    All ranks must construct it at the same time with the same ``channels``.
 
     Args:
         rank: This rank.
@@ -169,71 +230,47 @@ class DistributedTransport:
         self, rank: int, channels: Sequence[Channel], failure: Failure, room: Mapping[Channel, int] = MappingProxyType({})
     ) -> None:
         self._failure = failure
-        self._senders: dict[Channel, _Sender] = {}
-        self._receivers: dict[Channel, _Receiver] = {}
-        timeout = datetime.timedelta(seconds=failure.limits.wait_seconds)
         assert isinstance(failure, SharedFailure), "processes share their failures"
         name = f"transport {failure.store.add(f'transports of rank {rank}', 1)}"
-        devices = open_devices()
-        for channel in channels:
-            if rank not in channel[:2]:
-                continue
-            group = connect(failure.store, f"{name}/{channel}", rank, channel[:2], devices, timeout)
-            first = [torch.zeros(1, dtype=torch.uint8)]
-            if rank == channel[0]:
-                group.send(first, 1 - group.rank(), 0).wait()
-                self._senders[channel] = _Sender(channel, group, failure, channel[1])
-            else:
-                group.recv(first, 1 - group.rank(), 0).wait()
-                self._receivers[channel] = _Receiver(channel, group, failure, channel[0], room.get(channel, 0))
-        for helper in (*self._senders.values(), *self._receivers.values()):
-            helper.start()
+        wires = open_wires(failure, name, rank, channels)
+        self._outgoing = {
+            channel: _Outgoing(channel, wire, failure, channel[1], room.get(channel, 0))
+            for channel, wire in wires.items()
+            if channel[0] == rank
+        }
+        self._incoming = {
+            channel: _Incoming(channel, wire, failure, channel[0], room.get(channel, 0))
+            for channel, wire in wires.items()
+            if channel[1] == rank
+        }
 
     def post(self, expected: Sequence[Expected]) -> None:
-        """Start receiving the announced messages."""
-        self._watch()
+        """Announce messages, in the order of each channel."""
+        by_channel: dict[Channel, list[Expected]] = {}
         for message in expected:
-            self._receivers[message.channel].tasks.put(message)
+            by_channel.setdefault(message.channel, []).append(message)
+        for channel, messages in by_channel.items():
+            self._incoming[channel].post(messages)
 
     def send(self, channel: Channel, key: Key, payload: Payload, metas: Sequence[TensorMeta]) -> None:
-        """Pack the tensors, so that the caller may change them, and start to send them.
+        """Pack the tensors, so that the caller may change them, and send them without waiting.
 
         Raises:
             PipelineError: The connection is broken, or another rank has failed.
         """
         self._failure.check()
-        self._senders[channel].send(key, payload, metas)
+        self._outgoing[channel].send(key, payload, metas)
 
     def receive(self, channel: Channel, key: Key, what: object) -> Payload:
         """Wait for the next message of the channel and unpack it."""
-        arrived = self._receivers[channel].arrived
-        if arrived.empty():  # there is time
-            self._watch()
-        expected, buffer = self._failure.wait(arrived, what)
-        if expected.key != key:
-            raise PipelineError(f"{what}: expected {key}, but {expected.key} was announced in its place")
-        return expected.form.unpack(key, buffer)
+        return self._incoming[channel].receive(key, what)
 
     def close(self) -> None:
-        """Let every helper finish what it has and end, and destroy the groups."""
-        helpers: list[_Helper] = [*self._senders.values(), *self._receivers.values()]
-        self._watch()
-        self._senders, self._receivers = {}, {}
-        for helper in helpers:
-            helper.tasks.put(None)
+        """Let every helper finish what it has and end, and close the connections."""
+        ends: list[_End] = [*self._outgoing.values(), *self._incoming.values()]
+        self._outgoing, self._incoming = {}, {}
+        for end in ends:
+            end.end()
         deadline = time.monotonic() + _CLOSE_SECONDS
-        while helpers and time.monotonic() < deadline:
-            for helper in list(helpers):
-                helper.join(timeout=_JOIN_SECONDS)
-                if not helper.is_alive():
-                    del helper.group
-                    helpers.remove(helper)
-
-    def _watch(self) -> None:
-        for sender in self._senders.values():
-            sender.watch()
-
-
-def _tag(key: Key) -> int:
-    """A tag that gloo accepts (31 bits); unique within a channel and step."""
-    return (key.stage << 16 | (key.microbatch + 1)) & 0x7FFFFFFF
+        for end in ends:
+            end.close(deadline)

@@ -9,16 +9,18 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from fxchimera.errors import PipelineError
 
-__all__ = ["Cause", "Failure", "Limits"]
+__all__ = ["NAP_SECONDS", "Cause", "Failure", "Limits"]
 
 _T = TypeVar("_T")
 
-_NAP_SECONDS = 0.05
+NAP_SECONDS = 0.05
+"""How long a rank that waits sleeps at most before it looks whether another has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +67,33 @@ class Failure:
         if self._cause is not None:
             raise self._cause.error()
 
+    def patience(self, what: object, seconds: float | None = None) -> Callable[[], None]:
+        """Return what a rank that waits calls between its naps; the text of ``what`` says who waits.
+
+        It raises :class:`PipelineError` when another rank has failed, or ``seconds`` (else the usual limit) have passed.
+        """
+        limit = self.limits.wait_seconds if seconds is None else seconds
+        deadline = time.monotonic() + limit
+
+        def between() -> None:
+            self.check()
+            if time.monotonic() > deadline:
+                raise PipelineError(
+                    f"{what} has waited {limit:g} s; the sender is slow or gone. A longer limit is "
+                    "set by pipeline(..., wait_seconds=)"
+                )
+
+        return between
+
     def wait(self, source: queue.SimpleQueue[_T], what: object, seconds: float | None = None) -> _T:
-        """Take the next item of ``source``; the text of ``what`` says who waits, ``seconds`` sets a limit other than the usual.
+        """Take the next item of ``source``; see :meth:`patience`.
 
         Raises:
             PipelineError: Another rank has failed meanwhile, or the limit has passed.
         """
-        limit = self.limits.wait_seconds if seconds is None else seconds
-        deadline = time.monotonic() + limit
+        between = self.patience(what, seconds)
         while True:
             try:
-                return source.get(timeout=_NAP_SECONDS)
+                return source.get(timeout=NAP_SECONDS)
             except queue.Empty:
-                self.check()
-                if time.monotonic() > deadline:
-                    raise PipelineError(
-                        f"{what} has waited {limit:g} s; the sender is slow or gone. A longer limit is "
-                        "set by pipeline(..., wait_seconds=)"
-                    ) from None
+                between()

@@ -99,13 +99,13 @@ class Form:
 class Parcel:
     """A byte buffer for messages of one form, which may be filled again when it has been sent."""
 
-    __slots__ = ("_form", "_plain", "_words", "buffer", "metas")
+    __slots__ = ("_form", "_plain", "buffer", "bytes", "metas")
 
     def __init__(self, metas: Sequence[TensorMeta]) -> None:
         self._form = Form(metas)
         self.metas = self._form.metas
         self.buffer = torch.empty(self._form.bytes, dtype=torch.uint8, device="cpu")
-        self._words = self.buffer.numpy().data
+        self.bytes = self.buffer.numpy().data  # the same memory, as sockets want it
         self._plain = [self._view(meta, place, None) for meta, _, _, place in self._form.places]  # in row-major layout
 
     def fill(self, key: Key, payload: Payload) -> None:
@@ -126,7 +126,7 @@ class Parcel:
                 plain = self._view(meta, place, stride)
             plain.copy_(tensor.detach())
             header += [1, *stride]
-        self._form.header.pack_into(self._words, 0, *header)
+        self._form.header.pack_into(self.bytes, 0, *header)
 
     def _view(self, meta: TensorMeta, place: int, stride: tuple[int, ...] | None) -> torch.Tensor:
         if stride is None:
