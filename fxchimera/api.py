@@ -45,6 +45,7 @@ def pipeline(
     loss_fn: LossFn | None = None,
     num_stages: int,
     n_microbatches: int,
+    data_parallel: int | None = None,
     schedule: Schedule = "auto",
     split_points: Sequence[str] = (),
     loss_weight: LossWeight = "samples",
@@ -59,9 +60,11 @@ def pipeline(
     seed: int | None = None,
     wait_seconds: float = 600.0,
 ) -> Pipeline:
-    """Wrap ``model`` so that it trains on ``num_stages`` ranks.
+    """Wrap ``model`` so that it trains on ``num_stages`` ranks, or, by several pipelines side by side, on a multiple of that.
 
-    The ranks are threads of this process, or, under torchrun (or with a process group already made), one process each.
+    The ranks are threads of this process, or, under torchrun (or with a process group already made), one process each.  A world of
+    W times ``num_stages`` processes makes W pipelines (data parallelism): every pipeline is given its own shard of each batch, of
+    any number of rows, and losses and gradients are those of all shards together.
 
     Args:
         model: Any ``nn.Module``, in training mode if it is to be trained.
@@ -71,6 +74,7 @@ def pipeline(
             its own loss.
         num_stages: Number of ranks (D), and of stages; a schedule with two stages a rank cuts the model into 2D.
         n_microbatches: Number of micro-batches a batch is divided into (N), both directions together.
+        data_parallel: Number of pipelines (W), to be refused if the processes make another; by default what they make.
         schedule: "auto" searches, in about a second, for the cut, the order and the shape that end soonest together: one way, a V
             (two stages a rank), both directions, or both with V; for any D.  A rank holds at most the activations of D
             micro-batches in 1/D of the model, or what ``memory`` allows, and a second copy of a stage where the model allows it.
@@ -103,13 +107,14 @@ def pipeline(
         CaptureError: The model cannot be recorded; the message names the user's file and line.
         PartitionError: The model cannot be cut into ``num_stages`` stages, or not so that every rank has ``memory`` enough.
         ScheduleError: The schedule is unknown or does not fit D and N.
-        FxChimeraError: The number of ranks is not ``num_stages``, or ranks disagree.
+        FxChimeraError: The number of ranks is no multiple of ``num_stages``, or not the one asked for, or ranks disagree.
     """
     order = _order(schedule, num_stages, n_microbatches)
-    world = make_world(num_stages, Limits(wait_seconds))
+    world = make_world(num_stages, Limits(wait_seconds), data_parallel)
     try:
         specs = ChunkSpecs(args=args_chunk_spec, kwargs=kwargs_chunk_spec, target=target_chunk_spec)
-        batch = divide(example_args, dict(example_kwargs or {}), None, n_microbatches, specs)
+        pipeline = world.grid.pipeline
+        batch = divide(example_args, dict(example_kwargs or {}), None, n_microbatches, specs, pipeline=pipeline)
 
         def profiled(made: Draft) -> Draft:
             """Plan again from what the stages of a first plan take."""

@@ -177,6 +177,16 @@ class Pipeline:
         for _, parameter in self.named_parameters():
             yield parameter
 
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of pipelines (W), each with a shard of the batch; for a ``DistributedSampler``'s ``num_replicas``."""
+        return self._world.grid.width
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The number of this rank's pipeline, 0 .. W-1; for a ``DistributedSampler``'s ``rank``."""
+        return self._world.grid.pipeline
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip by the norm of all gradients of the model, each parameter counted once; returns that norm, the same everywhere.
 

@@ -11,11 +11,14 @@ from typing import Generic, TypeVar
 import torch
 
 from fxchimera.errors import BatchError, FxChimeraError
+from fxchimera.runtime.grid import Grid
 from fxchimera.runtime.world import World
 
 __all__ = ["Call", "Prepared", "agree", "agree_on_batch"]
 
 _T = TypeVar("_T")
+
+_COMMON = 3  # words of a call that all pipelines share: the call, whether the batch was accepted, and ``common``
 
 
 class Call(IntEnum):
@@ -35,9 +38,13 @@ class Call(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Generic[_T]):
-    """A prepared batch: words for what must agree exactly, its values and the recordings, and what describes it in an error."""
+    """A prepared batch: words for what must agree exactly, its values and the recordings, and what describes it in an error.
+
+    Pipelines have batches of their own; only ``common`` must be the same for all.
+    """
 
     value: _T
+    common: int
     signature: int
     content: int
     cut: int
@@ -73,38 +80,58 @@ def agree_on_batch(world: World, call: Call, prepare: Callable[[], Prepared[_T]]
         prepared = prepare()
     except Exception as failure:
         error = failure
-    words_of_batch = (prepared.signature, prepared.content, prepared.cut) if prepared is not None else (0, 0, 0)
+    words_of_batch = (0, 0, 0, 0)
+    if prepared is not None:
+        words_of_batch = (prepared.common, prepared.signature, prepared.content, prepared.cut)
     own = torch.tensor([trainable, call, int(error is None), *words_of_batch], device="cpu")
     words = [other.tolist() for other in world.gather(own, "the start of a step or a forward-only call")]
     if any(other[0] != words[0][0] for other in words):
         return agree_on_batch(world, call, prepare, settle(), lambda: 0)
-    if any(other != words[0] for other in words) or error is not None:
+    words = [other[1:] for other in words]
+    odd = _odd_pipeline(words, world.grid)
+    if odd is not None or error is not None:
         description = prepared.description() if prepared is not None else f"{type(error).__name__}: {error}"
         descriptions = world.gather_objects(description, "descriptions of the batch") if world.num_processes > 1 else [description]
         if error is not None:
             raise error
-        raise BatchError(_disagreement([other[1:] for other in words], descriptions))
+        assert odd is not None
+        raise BatchError(_disagreement(words, odd, descriptions))
     assert prepared is not None
     return prepared.value
 
 
-def _disagreement(words: list[list[int]], descriptions: list[str]) -> str:
+def _odd_pipeline(words: list[list[int]], grid: Grid) -> tuple[int, ...] | None:
+    """The ranks of the first pipeline whose words differ from each other, or in what is common from those of rank 0."""
+    for row in grid.processes:
+        first = words[row[0]]
+        if any(words[rank] != first for rank in row) or first[:_COMMON] != words[0][:_COMMON]:
+            return row
+    return None
+
+
+def _disagreement(words: list[list[int]], pipeline: tuple[int, ...], descriptions: list[str]) -> str:
     refused = [rank for rank, (_, ok, *_) in enumerate(words) if not ok]
     if refused:
         return f"rank {refused[0]} refused its batch: {descriptions[refused[0]]}"
     if len({call for call, *_ in words}) > 1:
         calls = ", ".join(f"rank {rank} {Call(call).words}" for rank, (call, *_) in enumerate(words))
         return f"the ranks make different calls: {calls}; every rank must make the same calls in the same order"
-    if len({signature for _, _, signature, _, _ in words}) > 1:
-        listing = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(descriptions))
+    first = pipeline[0]
+    if len({(common, signature) for common, signature in (words[rank][2:4] for rank in pipeline)}) > 1:
+        listing = "; ".join(f"rank {rank}: {descriptions[rank]}" for rank in pipeline)
         return f"the ranks of a pipeline must pass the same batch, but passed {listing}"
-    odd = [rank for rank, (_, _, _, content, _) in enumerate(words) if content != words[0][3]]
+    if words[first][:_COMMON] != words[0][:_COMMON]:
+        return (
+            "all pipelines must make a call in the same mode and with the same loss_scale, but passed "
+            f"rank 0: {descriptions[0]}; rank {first}: {descriptions[first]}"
+        )
+    odd = [rank for rank in pipeline if words[rank][4] != words[first][4]]
     if not odd:
         return (
-            f"the ranks recorded the model differently for the same batch ({descriptions[0]}): a module computes shapes from the "
-            "values of parameters, which a rank has of its own stages only. Call pipe.warmup(<arguments>, lend_parameters=True)"
+            f"the ranks recorded the model differently for the same batch ({descriptions[first]}): a module computes shapes from "
+            "the values of parameters, which a rank has of its own stages only. Call pipe.warmup(<arguments>, lend_parameters=True)"
         )
     return (
-        f"the ranks of a pipeline must pass the same batch, but the values on ranks {odd} differ from those on rank 0 (shapes and "
-        f"dtypes agree: {descriptions[0]}); seed and shard every rank's data loader alike"
+        f"the ranks of a pipeline must pass the same batch, but the values on ranks {odd} differ from those on rank {first} (shapes "
+        f"and dtypes agree: {descriptions[first]}); seed and shard every rank's data loader alike"
     )

@@ -25,11 +25,11 @@ from fxchimera.runtime.homes import Homes
 from fxchimera.runtime.job import Job, Result
 from fxchimera.runtime.preparation import Preparation
 from fxchimera.runtime.program import MOST_RUNS, Programs, known_paths, unsettled
-from fxchimera.runtime.results import gather_answers, gather_failure, gather_loss
+from fxchimera.runtime.results import Verdict, gather_answers, gather_failure, gather_loss
 from fxchimera.runtime.undo import undo_of
 from fxchimera.runtime.world import World
 from fxchimera.schedule.timeline import Timeline
-from fxchimera_passes.captured import Answer, info
+from fxchimera_passes.captured import info
 
 __all__ = ["Attempts", "Finished"]
 
@@ -67,12 +67,12 @@ class Attempts:
                 self._homes.check(job.programs)
             try:
                 results, timeline = self._engine.run(job)
-                wrong = self._judge(job, results) if undo is not None else {}
+                verdict = self._judge(job, results) if undo is not None else None
             except BaseException:
                 if job.train:
                     self._engine.abandon()
                 raise
-            if not wrong:
+            if verdict is None or verdict.settled:
                 if undo is not None:
                     self._settle(job, undo)
                 self._programs.succeeded()
@@ -80,9 +80,9 @@ class Attempts:
             assert undo is not None
             undo()
             self.repeated += 1
-            latest = [job.programs[m].captured.assumed[ordinal] for m, (ordinal, _) in sorted(wrong.items())]
-            job = self._preparation.repeat(call, job, known_paths(job.programs, wrong))
-        raise unsettled(latest[0])
+            latest = [job.programs[m].captured.assumed[ordinal] for m, (ordinal, _) in sorted(verdict.wrong.items())]
+            job = self._preparation.repeat(call, job, known_paths(job.programs, verdict.wrong))
+        raise unsettled(latest[0] if latest else None)
 
     def train(self, call: Call, job: Job, *, hooks: bool = True) -> tuple[Finished, torch.Tensor]:
         """Collective: run a step and return its loss; gradients change only when every rank has come to its end.
@@ -111,11 +111,11 @@ class Attempts:
             undo()
             raise
 
-    def _judge(self, job: Job, results: list[Result]) -> dict[int, tuple[int, Answer]]:
+    def _judge(self, job: Job, results: list[Result]) -> Verdict:
         verdict = gather_answers(self._world, results, len(job.programs))
-        if verdict.broken:
+        if verdict.failed:
             raise gather_failure(self._world, results, verdict.broken)
-        return verdict.wrong
+        return verdict
 
     def _remember(self, job: Job) -> Callable[[], None]:
         """Note everything that a run of ``job`` changes; the function returned puts it back."""

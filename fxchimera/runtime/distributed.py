@@ -11,6 +11,7 @@ Sends and receives never share a connection, and flows never share one either.
 from __future__ import annotations
 
 import queue
+import select
 import socket
 import threading
 import time
@@ -76,7 +77,8 @@ class _End:
 
     def broken(self, error: Exception) -> Cause:
         """Return the cause behind an error of the connection."""
-        return resolve_cause(self._failure, Cause(self._peer, f"the connection on channel {self._channel} broke: {error}"))
+        text = f"the connection on channel {self._channel} broke: {error}"
+        return resolve_cause(self._failure, self._failure.cause_at(self._peer, text))
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -168,6 +170,14 @@ class _Incoming(_End):
             if ahead:
                 self.leave(message)
 
+    def has(self) -> bool:
+        """Whether the next message, or its beginning, is there."""
+        if self._due[0][1]:
+            return not self._arrived.empty()
+        poll = select.poll()
+        poll.register(self.wire, select.POLLIN)
+        return bool(poll.poll(0))
+
     def receive(self, key: Key, what: object) -> Payload:
         """Return the next message.
 
@@ -231,7 +241,8 @@ class DistributedTransport:
     ) -> None:
         self._failure = failure
         assert isinstance(failure, SharedFailure), "processes share their failures"
-        name = f"transport {failure.store.add(f'transports of rank {rank}', 1)}"
+        own = f"transports of pipeline {failure.grid.pipeline}"
+        name = f"{own}/{failure.store.add(f'{own}, rank {rank}', 1)}"
         wires = open_wires(failure, name, rank, channels)
         self._outgoing = {
             channel: _Outgoing(channel, wire, failure, channel[1], room.get(channel, 0))
@@ -260,6 +271,10 @@ class DistributedTransport:
         """
         self._failure.check()
         self._outgoing[channel].send(key, payload, metas)
+
+    def has(self, channel: Channel) -> bool:
+        """Whether the next message of the channel is there."""
+        return self._incoming[channel].has()
 
     def receive(self, channel: Channel, key: Key, what: object) -> Payload:
         """Wait for the next message of the channel and unpack it."""

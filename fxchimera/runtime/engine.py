@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +12,8 @@ from torch import nn
 from fxchimera.errors import FxChimeraError
 from fxchimera.runtime.crew import Crew
 from fxchimera.runtime.distributed import DistributedTransport
-from fxchimera.runtime.exchange import Exchange
+from fxchimera.runtime.exchange import Exchange, Statistics
 from fxchimera.runtime.executor import Executor
-from fxchimera.runtime.failure import Cause
 from fxchimera.runtime.gradients import call_back
 from fxchimera.runtime.inspection import Inspection
 from fxchimera.runtime.job import Job, Result
@@ -99,9 +98,12 @@ class Engine:
                 (pipe, stage): Replica(model, program, pipe, stage, shares_memory=local)
                 for pipe, stage in self.placement.replicas(rank)
             }
-            exchange = Exchange(rank, self.placement, program.plan, replicas)
-            self.executors.append(Executor(rank, self.placement, replicas, exchange, transport, world.failure))
+            first = world.grid.pipeline * self.placement.n_microbatches
+            exchange = Exchange(rank, self.placement, program.plan, replicas, first_microbatch=first)
+            width = world.counterparts
+            self.executors.append(Executor(rank, self.placement, replicas, exchange, transport, world.failure, width))
         self.owned = {name: p for executor in self.executors for name, p in executor.exchange.owned.items()}
+        self._take_values()
         buffers = dict(model.named_buffers(remove_duplicate=False))
         read = dict.fromkeys(name for graph in program.graphs for name in graph.attributes if name in buffers)
         if not local:
@@ -148,7 +150,7 @@ class Engine:
                     replica.learn(programs)
                 except Exception as error:  # on this rank only, perhaps; the others are not to wait
                     text = f"stage {replica.stage}, before the first action: {type(error).__name__}: {error}"
-                    raise self.world.failure.report(Cause(executor.rank, text)).error() from error
+                    raise self.world.failure.report(self.world.failure.cause_at(executor.rank, text)).error() from error
                 replica.follow(job.settings)
                 if job.assumes or job.trial:
                     replica.remember()
@@ -157,6 +159,7 @@ class Engine:
         """Give the owned parameters the gradients of a job that every rank has ended well; ``hooks`` calls the user's on them."""
         try:
             for executor in self.executors if job.synchronised else ():
+                self._join_statistics(executor.exchange)
                 executor.exchange.conclude(hooks=hooks)
         except BaseException:
             self.abandon()
@@ -168,14 +171,29 @@ class Engine:
 
     def share_statistics(self) -> None:
         """Collective, after a forward-only call: the owners' batch-norm layers take over what both replicas have seen."""
-        norms = [module for module in self._model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-        if len(self.placement.pipes) < 2 or not any(norm.training for norm in norms):
+        if len(self.placement.pipes) * self.world.grid.width < 2 or not self._norms_learn():
             return
         noted = {use: moments for e in self.executors for use, moments in e.exchange.take_statistics().items()}
-        gathered = self.world.gather_objects(noted, "statistics of batch norm")
-        everything = {use: moments for process in gathered for use, moments in process.items()}
+        everything = _joined(self.world.gather_objects(noted, "statistics of batch norm"))
         for executor in self.executors:
             executor.exchange.apply_statistics(dict(everything))
+
+    def _join_statistics(self, exchange: Exchange) -> None:
+        """Collective among the owners of the same stages: give each what the replicas of all pipelines have seen."""
+        width = self.world.counterparts
+        if width is not None and self._norms_learn():
+            exchange.add_statistics(_joined(width.gather(exchange.take_statistics(), "the exchange of batch norm's statistics")))
+
+    def _norms_learn(self) -> bool:
+        norms = [module for module in self._model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+        return any(norm.training for norm in norms)
+
+    def _take_values(self) -> None:
+        """Collective among the owners of the same stages: those of pipeline 0 give the others their parameters and buffers."""
+        width = self.world.counterparts
+        if width is not None:
+            tensors = [tensor for tensor in (*self.owned.values(), *self._model.buffers()) if not tensor.is_meta]
+            width.spread_tensors([tensor.detach() for tensor in tensors], "the exchange of parameters and buffers")
 
     def remember(self) -> None:
         """Before a job that may have to be run again; see :meth:`retract`."""
@@ -228,7 +246,17 @@ class Engine:
             n_microbatches=self.placement.n_microbatches,
             num_processes=self.world.num_processes,
             in_turn=_in_turn(self.orders.step),
+            width=self.world.grid.width,
         )
+
+
+def _joined(statistics: Iterable[Statistics]) -> Statistics:
+    """The statistics of several ranks together; no micro-batch is in two of them."""
+    joined: Statistics = {}
+    for part in statistics:
+        for use, moments in part.items():
+            joined.setdefault(use, {}).update(moments)
+    return joined
 
 
 def _in_turn(order: Order) -> bool:

@@ -39,14 +39,25 @@ class _Link:
 class Exchange:
     """The replicas of one rank and the links to the owners and mirrors of their parameters."""
 
-    def __init__(self, rank: int, placement: Placement, plan: StagePlan, replicas: Mapping[tuple[int, int], Replica]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        placement: Placement,
+        plan: StagePlan,
+        replicas: Mapping[tuple[int, int], Replica],
+        *,
+        first_microbatch: int = 0,
+    ) -> None:
         self._rank = rank
+        self._first = first_microbatch  # of this pipeline, among those of all pipelines
         self._placement = placement
         self._plan = plan
         self._replicas = replicas
         self._sums: dict[str, GradientSum] = {}
         self._earlier: dict[str, torch.Tensor | None] = {}
         self._totals: dict[str, torch.Tensor] = {}
+        self._summed: dict[str, torch.Tensor | None] = {}
+        self._remembers = False
         self._hooks: list[HeldHooks] = []
         self._pending: dict[tuple[int, int], dict[str, GradientSum]] = {}
         self._deltas: Statistics = {}
@@ -74,14 +85,28 @@ class Exchange:
 
     def note_statistics(self, replica: Replica, step: int) -> None:
         """Take the batch-norm statistics off a replica that has seen its micro-batches."""
-        moments = {(step, microbatch): deltas for microbatch, deltas in replica.deltas.items() if deltas}
+        moments = {(step, self._first + m): deltas for m, deltas in replica.deltas.items() if deltas}
         if moments:
             self._deltas.setdefault((replica.pipe, replica.stage), {}).update(moments)
         replica.deltas.clear()
 
+    def total(self, name: str) -> torch.Tensor | None:
+        """Sum what the replicas of this pipeline contribute to an owned gradient, in memory that may be written, once."""
+        sums = self._sums.get(name)
+        total = sums.total() if sums is not None and not self._remembers else None
+        if sums is not None and self._remembers:  # the job may be undone, and what steps before it have left is needed again
+            total = GradientSum({use: part.clone() for use, part in sums.parts.items()}).total()
+        return total
+
+    def settle(self, sums: Mapping[str, torch.Tensor | None]) -> None:
+        """Take the sums over all pipelines."""
+        self._summed |= sums
+
     def conclude(self, *, hooks: bool = True) -> None:
         """Sum the gradients of all replicas; the user's hooks on a parameter are called with its sum."""
-        totals = {name: total for name, sums in self._sums.items() if (total := sums.total()) is not None}
+        names = dict.fromkeys([*self._sums, *self._summed])
+        sums = {name: self._summed[name] if name in self._summed else self._sums[name].total() for name in names}
+        totals = {name: total for name, total in sums.items() if total is not None}
         self._give_hooks_back()
         with torch.no_grad():  # as hooks are called in a backward
             self._totals = {name: hooked(self.owned[name], total) if hooks else total for name, total in totals.items()}
@@ -93,6 +118,7 @@ class Exchange:
         """
         self._give_hooks_back()
         totals, self._totals, self._before = self._totals, {}, ({}, {}, {})
+        self._summed, self._remembers = {}, False
         for name, parameter in self.owned.items():
             add_to_grad(parameter, self._earlier.get(name), totals.get(name))
         self._earlier = {}
@@ -107,6 +133,10 @@ class Exchange:
         taken, self._deltas = self._deltas, {}
         return taken
 
+    def add_statistics(self, statistics: Statistics) -> None:
+        """Note what :meth:`take_statistics` removed, with that of other ranks, to be applied at the end of the step."""
+        self._deltas = statistics
+
     def apply_statistics(self, statistics: Statistics) -> None:
         """Update the owned batch-norm layers with what all ranks have noted."""
         self._deltas = statistics
@@ -118,7 +148,7 @@ class Exchange:
         self._give_hooks_back()
         for name, earlier in self._earlier.items():
             self.owned[name].grad = earlier
-        self._earlier, self._totals = {}, {}
+        self._earlier, self._totals, self._summed = {}, {}, {}
         self._sums.clear()
         self._pending.clear()
         self._deltas.clear()
@@ -131,6 +161,7 @@ class Exchange:
         pending = {use: {name: sums.copy() for name, sums in names.items()} for use, names in self._pending.items()}
         deltas = {use: dict(moments) for use, moments in self._deltas.items()}
         self._before = ({name: sums.copy() for name, sums in self._sums.items()}, pending, deltas)
+        self._remembers = True
 
     def retract(self) -> None:
         """Undo a job since :meth:`remember`, which every rank has come to the end of."""
@@ -145,6 +176,10 @@ class Exchange:
         self._hooks = []
 
     # ------------------------------------------------------------------ messages
+
+    def names_from(self, stage: int, mirror: int) -> tuple[str, ...]:
+        """The owned parameters of which a mirror sends gradients."""
+        return self._link(stage, mirror, self._rank).parameters
 
     def refresh_metas(self, stage: int, mirror: int, owner: int) -> tuple[TensorMeta, ...]:
         """Meta data of a refresh along an edge."""

@@ -6,11 +6,13 @@ Sends return at once.  Every action is timed, which makes the measured Timeline.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 
 import torch
 
 from fxchimera.errors import PipelineError
+from fxchimera.runtime.buckets import Buckets, need_of
 from fxchimera.runtime.exchange import Exchange
 from fxchimera.runtime.failure import Cause, Failure
 from fxchimera.runtime.job import Job, Result
@@ -24,13 +26,13 @@ from fxchimera.runtime.replica import Replica
 from fxchimera.runtime.script import Cue, Message, Script, Scripts
 from fxchimera.runtime.timed import Timed
 from fxchimera.runtime.transport import Expected, Transport
+from fxchimera.runtime.width import Width
 from fxchimera.runtime.wrongpath import WrongPaths
 from fxchimera.schedule.action import Action, Kind
 from fxchimera.schedule.channel import channel
 from fxchimera.schedule.placement import Placement
 from fxchimera_passes._torch import profiling
 from fxchimera_passes.captured import TensorMeta
-from fxchimera_passes.keyed import microbatch_randomness
 
 __all__ = ["Executor"]
 
@@ -46,6 +48,7 @@ class Executor:
         exchange: Exchange,
         transport: Transport,
         failure: Failure,
+        width: Width | None = None,
     ) -> None:
         self.rank = rank
         self.exchange = exchange
@@ -54,6 +57,7 @@ class Executor:
         self._transport = transport
         self._failure = failure
         self._scripts = Scripts(rank, placement, replicas)
+        self._buckets = Buckets(rank, exchange, replicas, width) if width is not None else None
 
     def run(self, job: Job) -> Result:
         """Run this rank's actions of ``job.order``; the gradients wait in the exchange for its ``commit`` or ``abandon``.
@@ -61,7 +65,7 @@ class Executor:
         Raises:
             PipelineError: An action failed here or on another rank; the message names the first cause.
         """
-        run = _Run(self.rank, self._placement, self.replicas, self.exchange, self._transport, job)
+        run = _Run(self, self._placement, self._transport, job, self._buckets)
         failure = self._failure
         try:
             script = self._scripts.of(job.order, job.programs)
@@ -70,7 +74,7 @@ class Executor:
                 if failure.cause is not None:
                     failure.check()
                 run.act(cue)
-            run.finish(script)
+            run.finish()
         except Exception as error:
             raise self._blame(error, run) from error
         except BaseException as interruption:  # Ctrl-C stays what it is, but the other ranks hear of it
@@ -82,30 +86,26 @@ class Executor:
         if self._failure.cause is not None:
             return self._failure.cause.error()
         text = f"{run.position.on_rank()}: {type(error).__name__}: {error}"
-        return self._failure.report(Cause(self.rank, text)).error()
+        return self._failure.report(self._failure.cause_at(self.rank, text)).error()
 
 
 class _Run:
     """The state of one job on one rank."""
 
     def __init__(
-        self,
-        rank: int,
-        placement: Placement,
-        replicas: Mapping[tuple[int, int], Replica],
-        exchange: Exchange,
-        transport: Transport,
-        job: Job,
+        self, executor: Executor, placement: Placement, transport: Transport, job: Job, buckets: Buckets | None
     ) -> None:
         self.result = Result()
-        self.position = Position(rank, None, placement)
-        self._rank, self._placement, self._replicas = rank, placement, replicas
-        self._exchange, self._transport, self._job = exchange, transport, job
+        self.position = Position(executor.rank, None, placement)
+        self._rank, self._placement, self._replicas = executor.rank, placement, executor.replicas
+        self._exchange, self._transport, self._job = executor.exchange, transport, job
         self._outbox: dict[Key, Payload] = {}
         self._losses: dict[int, torch.Tensor] = {}
         self._refreshes: dict[int, list[Action]] = {}
-        self._deferred_norms = len(placement.pipes) > 1
-        self._wrong = WrongPaths(rank, job, self.result)
+        self._deferred_norms = len(placement.pipes) > 1 or buckets is not None
+        self._gradients: deque[Action] = deque()
+        self._sums = buckets.begin(job.order) if buckets is not None and job.train and job.synchronised else None
+        self._wrong = WrongPaths(executor.rank, job, self.result)
         self._profiled = profiling()
         self._computes = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weight_part}
 
@@ -116,6 +116,7 @@ class _Run:
             for (pipe, _), replica in self._replicas.items():
                 replica.begin(self._placement.microbatches(pipe))
         self._exchange.alias_local()
+        self._gradients.extend(script.gradients)
         for action in script.refreshes:
             self._refreshes.setdefault(action.stage, []).append(action)
         exchanged = [self._expected(action) for action in (*script.refreshes, *script.gradients)]
@@ -131,20 +132,20 @@ class _Run:
             self._attempt(cue)
         else:
             self._computes[cue.action.kind.value](cue)
+        if self._sums is not None and self._gradients and self._is_here(self._gradients[0]):
+            self._take_gradients()
 
-    def finish(self, script: Script) -> None:
+    def finish(self) -> None:
         """Take what is still to come."""
         for stage in list(self._refreshes):
             self._refresh(stage)
         if not self._job.train:
             for replica in self._replicas.values():
                 self._exchange.note_statistics(replica, self._job.step)
-        for action in script.gradients:
-            self.position = Position(self._rank, action, self._placement)
-            assert action.peer is not None
-            with self._timed(action):
-                payload = self._receive(action)
-            self._exchange.add_gradients(action.stage, action.peer, payload, self._moments(action.stage, action.peer))
+        while self._gradients:
+            self._take_gradients()
+        if self._sums is not None:
+            self._sums.finish()
 
     # ------------------------------------------------------------------ computes
 
@@ -171,7 +172,7 @@ class _Run:
                 # the stage may write into what it received, and the stage before needs it for its backward
                 received = [None if t is None else t.detach().clone(memory_format=torch.preserve_format) for t in received]
         inputs = job.batch.microbatches[microbatch].inputs
-        with self._timed(cue.action), microbatch_randomness(job.seed, job.step, microbatch):
+        with self._timed(cue.action), job.randomness(microbatch):
             outputs = replica.forward(microbatch, program, received, inputs, deferred_norms=self._deferred_norms, split=cue.split)
             if cue.result is None:
                 self._end_of_model(microbatch, program, outputs)
@@ -196,7 +197,7 @@ class _Run:
         assert replica is not None
         received = [] if cue.reads is None else self._take(cue.reads)
         weight = job.weights[microbatch]
-        with self._timed(cue.action), microbatch_randomness(job.seed, job.step, microbatch):
+        with self._timed(cue.action), job.randomness(microbatch):
             loss = self._losses.pop(microbatch, None) if cue.is_last else None
             if not weight:
                 loss = None  # nothing in it counts; a mean over nothing has nan gradients, and 0 times nan is nan
@@ -209,7 +210,7 @@ class _Run:
     def _weight_part(self, cue: Cue) -> None:
         job, replica = self._job, cue.replica
         assert replica is not None
-        with self._timed(cue.action), microbatch_randomness(job.seed, job.step, cue.microbatch):
+        with self._timed(cue.action), job.randomness(cue.microbatch):
             replica.weight_part(cue.microbatch)
         if cue.closes:
             self._close(cue)
@@ -217,6 +218,8 @@ class _Run:
     def _close(self, cue: Cue) -> None:
         assert cue.replica is not None
         self._exchange.close_replica(cue.replica, self._job.step)
+        if self._sums is not None:
+            self._sums.note(need_of(cue.action, cue.replica.pipe))
 
     # ------------------------------------------------------------------ messages
 
@@ -241,6 +244,21 @@ class _Run:
             payload = self._exchange.gradient_payload(action.stage, action.peer, self._moments(action.stage, self._rank))
         if one.metas:
             self._transport.send(one.channel, one.key, payload, one.metas)
+
+    def _take_gradients(self) -> None:
+        """Take the next mirror's gradients."""
+        action = self._gradients.popleft()
+        self.position = Position(self._rank, action, self._placement)
+        assert action.peer is not None
+        with self._timed(action):
+            payload = self._receive(action)
+        self._exchange.add_gradients(action.stage, action.peer, payload, self._moments(action.stage, action.peer))
+        if self._sums is not None:
+            self._sums.note(need_of(action))
+
+    def _is_here(self, action: Action) -> bool:
+        """Whether a message of the exchange between replicas can be taken without waiting."""
+        return not self._metas(action) or self._transport.has(channel(action, self._rank, self._placement))
 
     def _receive(self, action: Action) -> Payload:
         """Wait for a message of the exchange between replicas."""
@@ -278,7 +296,8 @@ class _Run:
         if not self._deferred_norms:
             return []
         pipe = next(pipe for pipe, held in self._placement.replicas(mirror) if held == stage)
-        return [(step, microbatch) for step in self._job.pending_steps for microbatch in self._placement.microbatches(pipe)]
+        numbers = [self._job.batch.microbatches[microbatch].number for microbatch in self._placement.microbatches(pipe)]
+        return [(step, number) for step in self._job.pending_steps for number in numbers]
 
     def _timed(self, action: Action) -> Timed:
         return Timed(self._rank, action, self.result.events, profiled=self._profiled)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from fxchimera.errors import PipelineError
+from fxchimera.runtime.grid import Grid
 
 __all__ = ["NAP_SECONDS", "Cause", "Failure", "Limits"]
 
@@ -45,8 +46,9 @@ class Cause:
 class Failure:
     """The cause of a failure as one process sees it; set once, by whoever is first."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, grid: Grid | None = None) -> None:
         self.limits = limits
+        self.grid = grid or Grid.of_threads(1)
         self._lock = threading.Lock()
         self._cause: Cause | None = None
 
@@ -54,6 +56,12 @@ class Failure:
     def cause(self) -> Cause | None:
         """The first cause, None while nothing has failed."""
         return self._cause
+
+    def cause_at(self, rank: int, text: str) -> Cause:
+        """Make the cause of what failed on ``rank`` of this process's pipeline; of several pipelines, the text says which."""
+        if self.grid.width == 1:
+            return Cause(rank, text)
+        return Cause(self.grid.row[rank], f"pipeline {self.grid.pipeline}, its rank {rank}, {text}")
 
     def report(self, cause: Cause) -> Cause:
         """Note a failure and return the first cause, which may be another's."""
@@ -78,8 +86,9 @@ class Failure:
         def between() -> None:
             self.check()
             if time.monotonic() > deadline:
+                where = f"pipeline {self.grid.pipeline}, " if self.grid.width > 1 else ""
                 raise PipelineError(
-                    f"{what} has waited {limit:g} s; the sender is slow or gone. A longer limit is "
+                    f"{where}{what} has waited {limit:g} s; the sender is slow or gone. A longer limit is "
                     "set by pipeline(..., wait_seconds=)"
                 )
 

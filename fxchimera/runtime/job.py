@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from fxchimera.runtime.settings import Snapshot
 from fxchimera.schedule.order import Order
 from fxchimera.schedule.timeline import Event
 from fxchimera_passes.captured import Answer
+from fxchimera_passes.keyed import microbatch_randomness
 
 __all__ = ["Broken", "Job", "Result"]
 
@@ -23,9 +25,10 @@ __all__ = ["Broken", "Job", "Result"]
 class Job:
     """One step or forward-only call, the same on every rank.
 
-    ``weights`` are the micro-batches' shares of the loss; ``pending_steps`` the steps whose statistics the exchange carries (this
-    one last); ``settings`` what the user has set on the model; ``train`` asks for backwards and the exchange, ``wants_loss`` and
-    ``wants_outputs`` for what the last stage returns.  The attributes that a ``trial`` leaves in clones can be put back.
+    ``weights`` are the micro-batches' shares of the loss, which is that of all pipelines' batches; ``pending_steps`` the steps
+    whose statistics the exchange carries (this one last); ``settings`` what the user has set on the model; ``train`` asks for
+    backwards and the exchange, ``wants_loss`` and ``wants_outputs`` for what the last stage returns.  The attributes that a
+    ``trial`` leaves in clones can be put back.  In another pipeline ``others_assume`` may hold.
     """
 
     step: int
@@ -43,11 +46,16 @@ class Job:
     wants_loss: bool = True
     wants_outputs: bool = False
     trial: bool = False
+    others_assume: bool = False
 
     @property
     def assumes(self) -> bool:
-        """Whether a recording follows answers that may turn out wrong."""
-        return any(program.captured.assumed for program in self.programs)
+        """Whether a recording follows answers that may turn out wrong, here or in another pipeline."""
+        return self.others_assume or any(program.captured.assumed for program in self.programs)
+
+    def randomness(self, microbatch: int) -> AbstractContextManager[None]:
+        """The keyed randomness of a micro-batch, given its place in the batch."""
+        return microbatch_randomness(self.seed, self.step, self.batch.microbatches[microbatch].number)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,10 @@ class LocalTransport:
         """Put the tensors into the channel's queue."""
         self._queues[channel].put((key, [None if tensor is None else tensor.detach() for tensor in payload]))
 
+    def has(self, channel: Channel) -> bool:
+        """Whether the channel holds a message."""
+        return not self._queues[channel].empty()
+
     def receive(self, channel: Channel, key: Key, what: object) -> Payload:
         """Take the next message of the channel."""
         found, payload = self._failure.wait(self._queues[channel], what)

@@ -21,7 +21,7 @@ from fxchimera.runtime.microbatch import Batch, MicroBatch
 from fxchimera.runtime.program import Program
 from fxchimera_passes.structure import flatten
 
-__all__ = ["LossFn", "LossWeight", "find_loss", "loss_of", "place_of", "total_loss", "weights_of"]
+__all__ = ["LossFn", "LossWeight", "counts_of", "find_loss", "loss_of", "place_of", "shares_of", "total_loss", "weights_of"]
 
 LossFn = Callable[..., torch.Tensor]
 LossWeight = Literal["samples", "sum"] | int | Callable[[Any, tuple[Any, ...], dict[str, Any]], float]
@@ -78,11 +78,34 @@ def find_loss(output: Any) -> torch.Tensor:
 def weights_of(batch: Batch, loss_weight: LossWeight, loss_fn: LossFn | None, programs: Sequence[Program]) -> tuple[float, ...]:
     """Return how much each micro-batch's loss counts; the weights sum to one (except for "sum", where each is one).
 
+    Raises:
+        BatchError: See :func:`counts_of` and :func:`shares_of`.
+    """
+    return shares_of(counts_of(batch, loss_weight, loss_fn, programs), loss_weight, loss_fn)
+
+
+def shares_of(counts: Sequence[float], loss_weight: LossWeight, loss_fn: LossFn | None) -> tuple[float, ...]:
+    """Return the weights of micro-batches of which so much counts.
+
+    Raises:
+        BatchError: Nothing in them counts.
+    """
+    if _recognise(loss_weight, loss_fn) == "sum":
+        return tuple(counts)
+    total = sum(counts)
+    if not 0 < total < float("inf"):
+        raise _refusal(counts, loss_weight)
+    return tuple(count / total for count in counts)
+
+
+def counts_of(batch: Batch, loss_weight: LossWeight, loss_fn: LossFn | None, programs: Sequence[Program]) -> tuple[float, ...]:
+    """Return how much in each micro-batch counts for its loss; one each for "sum".
+
     The default, "samples", is refined where the loss can be seen: by what a torch loss says of itself, and by the targets of a
     cross-entropy that the model itself computes (``programs`` are the micro-batches' recordings).
 
     Raises:
-        BatchError: A callable returned a negative or non-finite number, or nothing in the batch counts.
+        BatchError: A callable returned a negative or non-finite number.
     """
     resolved = _recognise(loss_weight, loss_fn)
     if resolved == "sum":
@@ -92,13 +115,16 @@ def weights_of(batch: Batch, loss_weight: LossWeight, loss_fn: LossFn | None, pr
         _count(microbatch, resolved) if counted is None else float(counted.count(microbatch.inputs))
         for microbatch, counted in zip(batch.microbatches, own, strict=True)
     ]
-    total = sum(counts)
-    if not 0 < total < float("inf") or min(counts) < 0:
-        raise BatchError(
-            f"loss_weight={loss_weight!r} gave the micro-batches the weights {counts}; they must be finite, not negative, "
-            "and at least one must be positive"
-        )
-    return tuple(count / total for count in counts)
+    if not all(0 <= count < float("inf") for count in counts):
+        raise _refusal(counts, loss_weight)
+    return tuple(counts)
+
+
+def _refusal(counts: Sequence[float], loss_weight: LossWeight) -> BatchError:
+    return BatchError(
+        f"loss_weight={loss_weight!r} gave the micro-batches the weights {list(counts)}; they must be finite, not negative, "
+        "and at least one must be positive"
+    )
 
 
 def total_loss(

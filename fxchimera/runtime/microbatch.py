@@ -49,9 +49,13 @@ class ChunkSpecs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One micro-batch: its ``args``/``kwargs``/``target``, the tensors of ``(args, kwargs)`` in order, and its number of rows."""
+    """One micro-batch: its ``args``/``kwargs``/``target``, the tensors of ``(args, kwargs)`` in order, and its number of rows.
+
+    ``index`` is its place in the batch; ``number`` that among the micro-batches of all pipelines, which keys its randomness.
+    """
 
     index: int
+    number: int
     rows: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -77,8 +81,12 @@ class _Leaf:
     dim: int | None
 
 
-def divide(args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, n_microbatches: int, specs: ChunkSpecs) -> Batch:
+def divide(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, n_microbatches: int, specs: ChunkSpecs, *, pipeline: int = 0
+) -> Batch:
     """Divide a batch into ``n_microbatches`` whose sizes differ by at most one row (the first ones are the larger).
+
+    ``pipeline`` is the one whose shard this is: its micro-batches are numbered after those of the pipelines before.
 
     Raises:
         BatchError: Tensors disagree about the number of rows, or there are fewer rows than micro-batches.
@@ -102,6 +110,7 @@ def divide(args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, n_micr
         microbatches.append(
             MicroBatch(
                 index=index,
+                number=pipeline * n_microbatches + index,
                 rows=rows // n_microbatches + (index < rows % n_microbatches),
                 args=chunk_args,
                 kwargs=chunk_kwargs,

@@ -25,7 +25,9 @@ def clip_gradients(
         gradient = owned[name].grad if name in owned else None
         if gradient is not None:
             norms[i] = torch.linalg.vector_norm(_values(gradient), norm_type).to("cpu", torch.float64)
-    everything = torch.stack(world.gather(norms, "clip_grad_norm_()")).sum(0)  # all but one addend are zero
+    gathered = world.gather(norms, "clip_grad_norm_()")
+    pipeline = dict.fromkeys(world.grid.processes[0])  # the others have the same gradients
+    everything = torch.stack([gathered[process] for process in pipeline]).sum(0)  # all but one addend are zero
     total: torch.Tensor = torch.linalg.vector_norm(everything, norm_type)
     gradients = [parameter.grad for parameter in owned.values() if parameter.grad is not None]
     dense = [parameter for parameter in owned.values() if parameter.grad is not None and not parameter.grad.is_sparse]

@@ -16,7 +16,7 @@ from fxchimera.errors import BatchError, FxChimeraError
 from fxchimera.runtime.agreement import Call, Prepared, agree_on_batch
 from fxchimera.runtime.engine import Engine
 from fxchimera.runtime.job import Job
-from fxchimera.runtime.loss import LossFn, LossWeight, weights_of
+from fxchimera.runtime.loss import LossFn, LossWeight, counts_of, shares_of, weights_of
 from fxchimera.runtime.losscheck import check_loss, with_named_draws
 from fxchimera.runtime.microbatch import Batch, ChunkSpecs, describe_batch, digest, divide, form, sample
 from fxchimera.runtime.program import KEPT, Program, Programs
@@ -69,7 +69,8 @@ class Preparation:
 
         def make() -> Prepared[Job]:
             self._engine.inspect()
-            batch = divide(args, kwargs, target, order.placement.n_microbatches, self._specs)
+            n, pipeline = order.placement.n_microbatches, self._world.grid.pipeline
+            batch = divide(args, kwargs, target, n, self._specs, pipeline=pipeline)
             self._refuse_input_gradients(batch)
             programs = self._programs.find(batch, self._engine.accept, seed=self._seed, step=steps[-1])
             wants_loss = call is not Call.FORWARD
@@ -81,7 +82,7 @@ class Preparation:
                 batch=batch,
                 programs=programs,
                 order=order,
-                weights=weights_of(batch, self._loss_weight, self._loss_fn, programs) if wants_loss else (),
+                weights=self._weights(batch, programs) if wants_loss else (),
                 loss_fn=with_named_draws(self._loss_fn, self._loss_draws),
                 loss_scale=loss_scale,
                 pending_steps=steps,
@@ -94,7 +95,7 @@ class Preparation:
             return self._describe(job)
 
         self._world.failure.check()
-        return agree_on_batch(self._world, call, make, self._trainable(), self._settle)
+        return self._shared(agree_on_batch(self._world, call, make, self._trainable(), self._settle))
 
     def repeat(self, call: Call, job: Job, paths: Mapping[int, Path]) -> Job:
         """Collective: make the job of a call again, now that more is known of its micro-batches' paths.
@@ -108,10 +109,33 @@ class Preparation:
             weights = job.weights
             if job.wants_loss:
                 self._check_loss(programs, job.batch)
-                weights = weights_of(job.batch, self._loss_weight, self._loss_fn, programs)
+                weights = self._weights(job.batch, programs)
             return self._describe(replace(job, programs=programs, weights=weights))
 
-        return agree_on_batch(self._world, call, make, self._trainable(), self._settle)
+        return self._shared(agree_on_batch(self._world, call, make, self._trainable(), self._settle))
+
+    def _weights(self, batch: Batch, programs: Sequence[Program]) -> tuple[float, ...]:
+        """The micro-batches' weights; of several pipelines, what counts in them, as only all pipelines together know the whole."""
+        weigh = weights_of if self._world.grid.width == 1 else counts_of
+        return weigh(batch, self._loss_weight, self._loss_fn, programs)
+
+    def _shared(self, job: Job) -> Job:
+        """Collective: give the micro-batches of a job their shares of the loss of all pipelines' batches.
+
+        Raises:
+            BatchError: Nothing in any of the batches counts.
+        """
+        grid = self._world.grid
+        if grid.width == 1:
+            return job
+        own = torch.tensor([job.assumes, *job.weights], dtype=torch.float64, device="cpu")
+        gathered = self._world.gather(own, "what counts in the batches")
+        rows = [gathered[row[0]].tolist() for row in grid.processes]
+        counts = [count for _, *counts in rows for count in counts]
+        shares = shares_of(counts, self._loss_weight, self._loss_fn) if counts else ()
+        first = grid.pipeline * len(job.weights)
+        assumes = any(assumes for assumes, *_ in rows)
+        return replace(job, weights=shares[first : first + len(job.weights)], others_assume=assumes)
 
     def warmup(
         self, signatures: Sequence[Any], *, order: Order, modes: Sequence[bool], steps: Sequence[int], lend_parameters: bool
@@ -133,7 +157,8 @@ class Preparation:
         def make() -> Prepared[int]:
             self._engine.inspect()
             n = order.placement.n_microbatches
-            batches = [WarmupBatch(signature, n, self._specs, self._programs.device) for signature in signatures]
+            pipeline, device = self._world.grid.pipeline, self._programs.device
+            batches = [WarmupBatch(signature, n, self._specs, device, pipeline=pipeline) for signature in signatures]
             found: dict[Program, None] = {}
             for training, batch, step in itertools.product(modes, batches, steps):
                 with in_mode(self._model, training), torch.set_grad_enabled(training):
@@ -146,12 +171,12 @@ class Preparation:
                         f"warmup() needs more than {KEPT} recordings, and no more are kept; pass fewer signatures or steps"
                     )
             own = [module.training for module in self._model.modules()]
-            word = _word(f"{[digest(batch.batch) for batch in batches]} {modes!r} {own!r}")
+            word, common = _word(repr([digest(batch.batch) for batch in batches])), _word(f"{modes!r} {own!r}")
 
             def text() -> str:
                 return "signatures " + " and ".join(f"({describe_batch(batch.batch)})" for batch in batches)
 
-            return Prepared(self._programs.recordings - before, word, 0, self._cut(tuple(found)), text)
+            return Prepared(self._programs.recordings - before, common, word, 0, self._cut(tuple(found)), text)
 
         self._world.failure.check()
         with self._programs.in_advance(self._lent() if lend_parameters else {}):
@@ -161,7 +186,8 @@ class Preparation:
         """Collective: the values of all parameters, by canonical name; with threads every rank has them anyway."""
         if self._world.num_processes == 1:
             return {}
-        own = {name: parameter.detach().cpu() for name, parameter in self._engine.owned.items()}
+        mine = {} if self._world.grid.pipeline else self._engine.owned  # the others' are the same
+        own = {name: parameter.detach().cpu() for name, parameter in mine.items()}
         parts = self._world.gather_objects(own, "warmup()")
         return {name: value for part in parts for name, value in part.items()}
 
@@ -174,7 +200,7 @@ class Preparation:
 
     def _describe(self, job: Job) -> Prepared[Job]:
         modes = [module.training for module in self._model.modules()]
-        signature = f"{digest(job.batch)} {job.loss_scale!r} {job.weights!r} {modes!r}"
+        common, signature = f"{job.loss_scale!r} {modes!r}", f"{digest(job.batch)} {job.weights!r}"
 
         def text() -> str:
             return (
@@ -182,7 +208,7 @@ class Preparation:
             )
 
         content, cut = (sample(job.batch), self._cut(job.programs)) if self._world.num_processes > 1 else (0, 0)
-        return Prepared(job, _word(signature), content, cut, text)
+        return Prepared(job, _word(common), _word(signature), content, cut, text)
 
     def _refuse_input_gradients(self, batch: Batch) -> None:
         for position, tensor in enumerate(batch.microbatches[0].inputs):

@@ -141,7 +141,7 @@ class Probe:
 
     def _blame(self, error: BaseException) -> PipelineError:
         text = f"profile(), {self._doing}: {type(error).__name__}: {error}"
-        return self._failure.report(Cause(self.rank, text)).error()
+        return self._failure.report(self._failure.cause_at(self.rank, text)).error()
 
     # ------------------------------------------------------------------ stages
 

@@ -89,10 +89,11 @@ def known_paths(programs: Sequence[Program], wrong: Mapping[int, tuple[int, Answ
     return paths
 
 
-def unsettled(latest: Assumption) -> FxChimeraError:
-    """Say that a call was run again and again, ``latest`` being wrong in the end."""
+def unsettled(latest: Assumption | None) -> FxChimeraError:
+    """Say that a call was run again and again, ``latest`` being wrong in the end; None for one of another pipeline."""
+    which = f"for {latest.description} at {latest.line}" if latest is not None else "in another pipeline"
     return FxChimeraError(
-        f"after {MOST_RUNS} runs the answer assumed for {latest.description} at {latest.line} is still wrong: the forward reads "
+        f"after {MOST_RUNS} runs the answer assumed {which} is still wrong: the forward reads "
         "too many values that depend on parameters, or they differ from run to run. Move the branch into a submodule, which is "
         "kept as one whole call"
     )
@@ -153,7 +154,7 @@ class Programs:
         structures = {id(m.structure): m.structure for m in batch.microbatches}  # most often one for all
         arguments = {key: frozen(structure.spec) for key, structure in structures.items()}
         for microbatch in batch.microbatches:
-            with microbatch_randomness(seed, step, microbatch.index):
+            with microbatch_randomness(seed, step, microbatch.number):
                 key = self._key(microbatch, arguments[id(microbatch.structure)], self.present)
                 found.append(self._find(microbatch, key, accept, (paths or {}).get(microbatch.index)))
             self._chosen[key, microbatch.index] = found[-1]

@@ -35,10 +35,11 @@ __all__ = ["Reference", "run_reference", "true_programs"]
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The batch's loss, and the gradient of every parameter by canonical name (None where none flowed)."""
+    """The batch's loss, the gradient of every parameter by canonical name (None where none flowed), and each micro-batch's loss."""
 
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor | None]
+    losses: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +93,7 @@ def run_reference(
     dtype = next(iter(losses.values())).dtype
     totals = {name: total.total() for name, total in sums.items()}
     gradients = {name: None if total is None else hooked(names[name], total) for name, total in totals.items()}
-    return Reference(total_loss(losses, weights, dtype), gradients)
+    return Reference(total_loss(losses, weights, dtype), gradients, tuple(losses[index] for index in sorted(losses)))
 
 
 def true_programs(programs: Programs, batch: Batch, *, seed: int, step: int) -> tuple[Program, ...]:
@@ -110,7 +111,7 @@ def true_programs(programs: Programs, batch: Batch, *, seed: int, step: int) -> 
                 if not found[index].captured.assumed:
                     break
                 undo = undo_of(model, model.buffers())
-                with microbatch_randomness(seed, step, index), collecting() as answers, without_cache(model):
+                with microbatch_randomness(seed, step, microbatch.number), collecting() as answers, without_cache(model):
                     try:
                         interpret(found[index].captured, [tensor.clone() for tensor in microbatch.inputs])
                     except Exception:  # on a wrong path that does not matter
@@ -135,7 +136,7 @@ def _one(model: nn.Module, index: int, task: _Task) -> torch.Tensor:
     captured = task.programs[index].captured
     keys = [key for node in captured.graph.nodes for key in info(node).random]
     keys += captured.host_keys
-    with microbatch_randomness(task.seed, task.step, index):
+    with microbatch_randomness(task.seed, task.step, microbatch.number):
         with keyed_model(model, keys):
             output = model(*microbatch.args, **microbatch.kwargs)
         loss = loss_of(output, microbatch.target, task.loss_fn)

@@ -24,32 +24,41 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def gather_loss(world: World, results: Sequence[Result], weights: tuple[float, ...]) -> torch.Tensor:
     """Collective: return the weighted sum of all micro-batches' losses, in the losses' dtype.
 
-    One small tensor a rank travels: present flags, losses in double precision (exact for every dtype), and the dtype's number.
+    One small tensor a rank travels: present flags, losses in double precision (exact for every dtype), the dtype's number, and
+    the weights.  The sum is over the micro-batches of all pipelines, ascending.
     """
     own = {m: loss for result in results for m, loss in result.losses.items()}
     kinds = [1.0 + _DTYPES.index(loss.dtype) for loss in own.values()]
     present = [float(m in own) for m in range(len(weights))] + [kinds[0] if kinds else 0.0]
     values = [float(own[m]) if m in own else math.nan for m in range(len(weights))] + [math.nan]
     losses: dict[int, float] = {}
+    everyones = [0.0] * (len(weights) * world.grid.width)
     dtype = torch.float32
-    for gathered in world.gather(torch.tensor([present, values], dtype=torch.float64, device="cpu"), "the loss"):
-        (*found, kind), (*numbers, _) = gathered.tolist()
-        losses |= {m: number for m, number in enumerate(numbers) if found[m]}
+    rows = torch.tensor([present, values, [*weights, math.nan]], dtype=torch.float64, device="cpu")
+    pipelines = {process: pipeline for pipeline, row in enumerate(world.grid.processes) for process in row}
+    for process, gathered in enumerate(world.gather(rows, "the loss")):
+        (*found, kind), (*numbers, _), (*shares, _) = gathered.tolist()
+        first = pipelines[process] * len(weights)
+        losses |= {first + m: number for m, number in enumerate(numbers) if found[m]}
+        everyones[first : first + len(weights)] = shares
         if kind:
             dtype = _DTYPES[int(kind) - 1]
-    return total_loss(losses, weights, dtype)
+    return total_loss(losses, tuple(everyones), dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What the ranks together know of a run that assumed answers.
 
-    ``wrong`` is the first wrong assumption of each micro-batch that had one: its ordinal and the true answer.  ``broken`` are the
-    micro-batches that failed although all answers were right; while some were wrong, a buffer may hold what should not be there.
+    ``wrong`` is the first wrong assumption of each micro-batch of this pipeline that had one: its ordinal and the true answer;
+    ``settled`` tells that no pipeline has any.  ``broken`` are the micro-batches that failed although all answers were right, and
+    ``failed`` tells that some pipeline has one; while answers were wrong, a buffer may hold what should not be there.
     """
 
     wrong: dict[int, tuple[int, Answer]]
     broken: frozenset[int]
+    settled: bool
+    failed: bool
 
 
 def gather_answers(world: World, results: Sequence[Result], n_microbatches: int) -> Verdict:
@@ -62,32 +71,37 @@ def gather_answers(world: World, results: Sequence[Result], n_microbatches: int)
                 words[:2, microbatch] = torch.tensor([first, answers[first]], device="cpu")
         for microbatch, _ in result.broken:
             words[2, microbatch] = 0
-    everything = torch.stack(world.gather(words, "the answers that the forward read"))
+    everyone = torch.stack(world.gather(words, "the answers that the forward read"))
+    settled = bool((everyone[:, 0] == _NONE).all())
+    failed = settled and bool((everyone[:, 2] == 0).any())
+    everything = everyone[list(dict.fromkeys(world.grid.row))]
     firsts, processes = everything[:, 0].min(0)
     wrong = {m: (int(firsts[m]), int(everything[processes[m], 1, m])) for m in range(n_microbatches) if firsts[m] != _NONE}
     broken = {m for m in range(n_microbatches) if (everything[:, 2, m] == 0).any()}
-    return Verdict(wrong, frozenset() if wrong else frozenset(broken))
+    return Verdict(wrong, frozenset(broken) if failed else frozenset(), settled, failed)
 
 
 def gather_failure(world: World, results: Sequence[Result], broken: Collection[int]) -> BaseException:
     """Collective: return the error that every rank raises because micro-batches are ``broken``."""
     own = [error for result in results for (microbatch, _), error in sorted(result.broken.items()) if microbatch in broken]
-    gathered = world.gather_objects(own[0].cause if own else None, "what failed")
+    cause = world.failure.cause_at(own[0].cause.rank, own[0].cause.text) if own else None
+    gathered = world.gather_objects(cause, "what failed")
     failure = world.failure.report(next(cause for cause in gathered if cause is not None)).error()
     failure.__cause__ = own[0].error if own else None
     return failure
 
 
 def gather_outputs(world: World, results: Sequence[Result]) -> list[Any]:
-    """Collective: return the outputs of all micro-batches, ascending."""
+    """Collective: return the outputs of all micro-batches of this pipeline, ascending."""
     own = {m: output for result in results for m, output in result.outputs.items()}
-    everything = {m: output for process in world.gather_objects(own, "the outputs") for m, output in process.items()}
+    everything = {m: output for process in world.gather_in_pipeline(own, "the outputs") for m, output in process.items()}
     return [everything[microbatch] for microbatch in sorted(everything)]
 
 
 def gather_timeline(world: World, timeline: Timeline | None) -> Timeline | None:
-    """Collective: return the measured timeline of all ranks, starting at 0; None when no step has run."""
-    parts = [part for part in world.gather_objects(timeline, "draw() or trace()") if part is not None]
+    """Collective: return the measured timeline of all ranks of pipeline 0, starting at 0; None when no step has run."""
+    own = timeline if world.grid.pipeline == 0 else None
+    parts = [part for part in world.gather_objects(own, "draw() or trace()") if part is not None]
     if not parts:
         return None
     events = [event for part in parts for event in part.events]

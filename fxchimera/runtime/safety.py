@@ -13,7 +13,9 @@ __all__ = ["refuse_unsafe"]
 _REBUILT = {"_flat_weights", "_flat_weight_refs"}  # a recurrent layer's list of its own parameters, made anew when they change
 
 
-def refuse_unsafe(program: Program, *, copies: int, n_microbatches: int, num_processes: int, in_turn: bool = True) -> None:
+def refuse_unsafe(
+    program: Program, *, copies: int, n_microbatches: int, num_processes: int, in_turn: bool = True, width: int = 1
+) -> None:
     """Refuse what cannot be kept consistent; batch norm's statistics can.
 
     Args:
@@ -22,6 +24,7 @@ def refuse_unsafe(program: Program, *, copies: int, n_microbatches: int, num_pro
         n_microbatches: N; from 2 on several are in flight.
         num_processes: 1 when ranks are threads.
         in_turn: Every stage runs the forwards of its micro-batches in ascending order.
+        width: The number of pipelines.
 
     Raises:
         FxChimeraError: A module or buffer is written in forward where several copies of it would differ; the message names it.
@@ -41,7 +44,9 @@ def refuse_unsafe(program: Program, *, copies: int, n_microbatches: int, num_pro
             )
     _refuse_carried(program, n_microbatches)
     if copies > 1:
-        _refuse_second_copies(program, written)
+        _refuse_second_copies(program, written, "a schedule with two copies of each stage", 'use schedule="1f1b", or ')
+    elif width > 1:
+        _refuse_second_copies(program, written, f"data_parallel={width} with its copies of each stage", "")
     elif not in_turn:
         _refuse_out_of_turn(program, written)
 
@@ -82,25 +87,24 @@ def _stateful(program: Program) -> list[tuple[str, list[str]]]:
     return [(name, attributes) for name, attributes in found if attributes]
 
 
-def _refuse_second_copies(program: Program, written: set[str]) -> None:
+def _refuse_second_copies(program: Program, written: set[str], where: str, advice: str) -> None:
     model = program.captured.model
     for name, attributes in _stateful(program):
         raise FxChimeraError(
             f"module {name!r} ({type(model.get_submodule(name)).__name__}) changes its attributes "
-            f"{attributes} in forward, which a schedule with two copies of each stage cannot keep consistent; "
-            f'use schedule="1f1b", or keep that state outside the model'
+            f"{attributes} in forward, which {where} cannot keep consistent; {advice}keep that state outside the model"
         )
     norms = _norm_buffers(model)
     read = {str(node.target) for node in program.captured.graph.nodes if node.op == "get_attr"}
     for name in sorted(written & norms & read):
         raise FxChimeraError(
-            f"the running statistics {name!r} are read outside their layer, where a schedule with two copies of each stage has not "
-            'put them together yet; use schedule="1f1b"'
+            f"the running statistics {name!r} are read outside their layer, where {where} has not put them together yet; "
+            f"{advice}read them after the step"
         )
     for name in sorted(written - norms):
         raise FxChimeraError(
-            f"buffer {name!r} is written in forward outside batch norm, which a schedule with two copies of each stage "
-            'cannot keep consistent; use schedule="1f1b"'
+            f"buffer {name!r} is written in forward outside batch norm, which {where} cannot keep consistent; "
+            f"{advice}write it outside the model"
         )
 
 

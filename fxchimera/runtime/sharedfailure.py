@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from fxchimera.runtime.failure import Cause, Failure, Limits
+from fxchimera.runtime.grid import Grid
 
 __all__ = ["GRACE_SECONDS", "SharedFailure", "make_store", "resolve_cause"]
 
@@ -29,10 +30,10 @@ class SharedFailure(Failure):
     eight ranks of a few pipelines, than the work itself.
     """
 
-    def __init__(self, limits: Limits, store: TCPStore, rank: int, size: int) -> None:
-        super().__init__(limits)
+    def __init__(self, limits: Limits, store: TCPStore, grid: Grid) -> None:
+        super().__init__(limits, grid)
         self.store = store
-        self._rank, self._size = rank, size
+        self._rank, self._size = grid.process, grid.width * grid.depth
         self._stopped = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="fxchimera-failures", daemon=True)
         self._watcher.start()

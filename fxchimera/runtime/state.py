@@ -37,10 +37,11 @@ def owner_process(model: nn.Module, plan: StagePlan, names: Mapping[str, tuple[s
 def gather_state(model: nn.Module, owner: Mapping[str, int], world: World) -> dict[str, Any]:
     """Collective: return the full ``state_dict`` on CPU on rank 0, and an empty one elsewhere."""
     state = model.state_dict()
-    own = {key: _to_cpu(value) for key, value in state.items() if owner.get(key, 0) in world.ranks}
+    holds = world.ranks if world.grid.pipeline == 0 else ()  # the other pipelines have the same
+    own = {key: _to_cpu(value) for key, value in state.items() if owner.get(key, 0) in holds}
     gathered: OrderedDict[str, Any] = OrderedDict()
     for key in state:  # one entry at a time bounds the memory of ranks that keep nothing
-        holder = owner.get(key, 0)
+        holder = world.grid.processes[0][owner.get(key, 0)]
         value = own.get(key)
         if not isinstance(world, LocalWorld) and holder != 0:
             values = world.collect(value if world.process == holder else None, "state_dict()")

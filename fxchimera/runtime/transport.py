@@ -45,6 +45,9 @@ class Transport(Protocol):
     def send(self, channel: Channel, key: Key, payload: Payload, metas: Sequence[TensorMeta]) -> None:
         """Hand a message over; returns without waiting for the receiver."""
 
+    def has(self, channel: Channel) -> bool:
+        """Whether the next message of ``channel`` is there."""
+
     def receive(self, channel: Channel, key: Key, what: object) -> Payload:
         """Wait for the next message of ``channel``, which must be ``key``; ``what`` names who waits, for the error.
 

@@ -48,11 +48,13 @@ def arguments_of(signature: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 class WarmupBatch:
     """The batch of one signature; meta tensors are zeros on ``device`` in it."""
 
-    def __init__(self, signature: Any, n_microbatches: int, specs: ChunkSpecs, device: torch.device) -> None:
+    def __init__(
+        self, signature: Any, n_microbatches: int, specs: ChunkSpecs, device: torch.device, *, pipeline: int = 0
+    ) -> None:
         tensors, structure = flatten(arguments_of(signature))
         self._given = tensors
         args, kwargs = structure.rebuild([torch.zeros_like(t, device=device) if t.is_meta else t for t in tensors])
-        self.batch: Batch = divide(args, kwargs, None, n_microbatches, specs)
+        self.batch: Batch = divide(args, kwargs, None, n_microbatches, specs, pipeline=pipeline)
 
     def check(self, programs: Sequence[Program], seed: int, step: int) -> None:
         """Refuse recordings that hold only for the zeros in the place of meta tensors.
@@ -65,7 +67,7 @@ class WarmupBatch:
             return
         for program, microbatch in zip(programs, self.batch.microbatches, strict=True):
             inputs = [t.to("meta") if place in absent else t for place, t in enumerate(microbatch.inputs)]
-            with microbatch_randomness(seed, step, microbatch.index):
+            with microbatch_randomness(seed, step, microbatch.number):
                 for guard in program.captured.guards:
                     if not _needs_no_values(guard, tuple(inputs)):
                         shapes = ", ".join(str(tuple(self._given[place].shape)) for place in absent)

@@ -1,4 +1,4 @@
-"""The processes that take part: one (ranks are its threads) or one per rank (torchrun), behind one small interface.
+"""The processes that take part: one (ranks are its threads) or one per rank of every pipeline (torchrun), behind one interface.
 
 Collective calls are made by a helper thread, because gloo cannot be interrupted: the caller waits with a bound and leaves as
 soon as another rank has failed.  What a small tensor needs, one call, the caller starts itself, which spares it the way there.
@@ -19,9 +19,13 @@ import torch
 import torch.distributed as dist
 
 from fxchimera.errors import FxChimeraError, PipelineError
+from fxchimera.runtime.caller import Caller
+from fxchimera.runtime.circle import Circle
 from fxchimera.runtime.failure import Cause, Failure, Limits
+from fxchimera.runtime.grid import Grid
 from fxchimera.runtime.groups import Packets, connect, destroy, join, open_devices
 from fxchimera.runtime.sharedfailure import GRACE_SECONDS, SharedFailure, make_store, resolve_cause
+from fxchimera.runtime.width import Width
 
 __all__ = ["DistributedWorld", "LocalWorld", "World", "make_world"]
 
@@ -29,12 +33,15 @@ _PARTING_SECONDS = 10.0  # how long a rank that closes waits for the others
 
 
 class World(Protocol):
-    """All processes of one pipeline.
+    """All processes, of one pipeline or of several.
 
     Every process makes the same calls in the same order; ``what`` names one for the error when they do not.  ``ranks`` are the
-    ranks this process runs; ``process`` and ``num_processes`` its place among the processes.
+    ranks of its pipeline that this process runs; ``process`` and ``num_processes`` its place among the processes; ``grid`` tells
+    which process runs what, and ``counterparts`` are those of its rank in the other pipelines, if there are any.
     """
 
+    grid: Grid
+    counterparts: Width | None
     ranks: tuple[int, ...]
     process: int
     num_processes: int
@@ -45,6 +52,9 @@ class World(Protocol):
 
     def gather_objects(self, value: Any, what: str) -> list[Any]:
         """Return every process's object (pickled on the way), by process, on all processes."""
+
+    def gather_in_pipeline(self, value: Any, what: str) -> list[Any]:
+        """Return the objects of the processes of this one's pipeline, by rank."""
 
     def collect(self, value: Any, what: str) -> list[Any]:
         """Return every process's object, by process, on process 0, and [] elsewhere."""
@@ -63,6 +73,8 @@ class LocalWorld:
     """Every rank is a thread of this process."""
 
     def __init__(self, num_ranks: int, limits: Limits) -> None:
+        self.grid = Grid.of_threads(num_ranks)
+        self.counterparts: Width | None = None
         self.ranks = tuple(range(num_ranks))
         self.process = 0
         self.num_processes = 1
@@ -73,6 +85,10 @@ class LocalWorld:
         return [value]
 
     def gather_objects(self, value: Any, what: str) -> list[Any]:
+        """Return the only process's value."""
+        return [value]
+
+    def gather_in_pipeline(self, value: Any, what: str) -> list[Any]:
         """Return the only process's value."""
         return [value]
 
@@ -92,25 +108,36 @@ class LocalWorld:
 
 
 class DistributedWorld:
-    """One process a rank, over torch.distributed.
+    """One process a rank, over torch.distributed; as many pipelines as the processes make.
 
     Adopts the default process group, or makes one from torchrun's environment variables and destroys it on close.
     """
 
-    def __init__(self, num_ranks: int, limits: Limits) -> None:
-        self._calls = _Collectives()
-        _check_size(num_ranks)  # before joining: a rank that left again would break the others' joining
+    def __init__(self, num_ranks: int, limits: Limits, data_parallel: int | None = None) -> None:
+        self._calls = _Collectives("fxchimera-collectives")
+        width = _width(num_ranks, data_parallel)  # before joining: a rank that left again would break the others' joining
         if not dist.is_initialized():
             self._calls.leave = join(datetime.timedelta(seconds=limits.wait_seconds))
         self.process = dist.get_rank()
-        self.num_processes = num_ranks
-        self.ranks: tuple[int, ...] = (self.process,)
+        self.num_processes = width * num_ranks
+        self.grid = Grid(tuple(tuple(range(w * num_ranks, (w + 1) * num_ranks)) for w in range(width)), self.process)
+        self.ranks: tuple[int, ...] = (self.grid.rank,)
         timeout = datetime.timedelta(seconds=limits.wait_seconds)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         store = make_store(self._group)
-        self._shared = SharedFailure(limits, store, self.process, num_ranks)
+        self._shared = SharedFailure(limits, store, self.grid)
         self.failure: Failure = self._shared
-        self._packets = Packets(connect(store, "packets", self.process, range(num_ranks), open_devices(), timeout))
+        devices = open_devices()
+        self._packets = Packets(connect(store, "packets", self.process, range(self.num_processes), devices, timeout))
+        self.counterparts: Width | None = None
+        self._pipeline: Circle | None = None
+        if width > 1:
+            pipeline, rank = self.grid.pipeline, self.grid.rank
+            column = [row[rank] for row in self.grid.processes]
+            self.counterparts = Width(
+                connect(store, f"rank {rank}", self.process, column, devices, timeout), self.failure, rank
+            )
+            self._pipeline = Circle(connect(store, f"pipeline {pipeline}", self.process, self.grid.row, devices, timeout))
         self._thread: threading.Thread | None = self._calls
         self._calls.start()
 
@@ -145,6 +172,11 @@ class DistributedWorld:
 
         result: list[Any] = self._run(call)
         return result
+
+    def gather_in_pipeline(self, value: Any, what: str) -> list[Any]:
+        """All-gather one object within this process's pipeline."""
+        pipeline = self._pipeline
+        return self.gather_objects(value, what) if pipeline is None else list(self._run(lambda: pipeline.gather(value)))
 
     def collect(self, value: Any, what: str) -> list[Any]:
         """Gather one object on rank 0 over gloo."""
@@ -188,6 +220,9 @@ class DistributedWorld:
         if not thread.is_alive():
             destroy(self._group)
         del self._group, self._packets
+        self._pipeline = None
+        if self.counterparts is not None:
+            self.counterparts.close()
         self._shared.stop()
         self._leave()
 
@@ -210,9 +245,7 @@ class DistributedWorld:
 
     def _run(self, call: Callable[[], Any], seconds: float | None = None) -> Any:
         self._check()
-        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._calls.tasks.put((call, answer))
-        result = self.failure.wait(answer, f"rank {self.process}, in an exchange among all ranks,", seconds)
+        result = self.failure.wait(self._calls.ask(call), f"rank {self.process}, in an exchange among all ranks,", seconds)
         if isinstance(result, FxChimeraError):
             raise result
         if isinstance(result, Exception):
@@ -220,39 +253,45 @@ class DistributedWorld:
         return result
 
 
-class _Collectives(threading.Thread):
-    """Makes the collective calls of one pipeline, one after the other; ``tasks`` ends with None.
+class _Collectives(Caller):
+    """Makes the collective calls; ``leave`` destroys torch's default group, if this pipeline is to do that."""
 
-    ``leave`` destroys torch's default group, if this pipeline is to do that.
+    leave: Callable[[], None] | None = None
+
+
+def _width(num_ranks: int, data_parallel: int | None) -> int:
+    """Return how many pipelines the processes make, be they joined already or only announced by torchrun.
+
+    Raises:
+        FxChimeraError: They make no whole number of pipelines, or another one than asked for.
     """
-
-    def __init__(self) -> None:
-        super().__init__(name="fxchimera-collectives", daemon=True)
-        self.tasks: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
-        self.leave: Callable[[], None] | None = None
-
-    def run(self) -> None:
-        while (item := self.tasks.get()) is not None:
-            call, answer = item
-            try:
-                answer.put(call())
-            except Exception as error:
-                answer.put(error)
-
-
-def _check_size(num_ranks: int) -> None:
-    """Refuse a world of another size than the schedule's, be it joined already or only announced by torchrun."""
     joined = dist.is_initialized()
     found = dist.get_world_size() if joined else int(os.environ["WORLD_SIZE"])
-    if found != num_ranks:
+    width, left = divmod(found, num_ranks)
+    if left or width == 0 or data_parallel not in (None, width):
         rank = dist.get_rank() if joined else int(os.environ["RANK"])
+        ranks = num_ranks * (data_parallel or 1)
+        asked = f", data_parallel={data_parallel}" if data_parallel is not None else " a pipeline, and any number of pipelines"
         raise FxChimeraError(
-            f"the schedule needs {num_ranks} ranks (num_stages={num_ranks}), but torch.distributed has a world of {found} "
-            f"(this is rank {rank}); start with torchrun --nproc-per-node {num_ranks}, or pass num_stages={found}"
+            f"the schedule needs {ranks} ranks (num_stages={num_ranks}{asked}), but torch.distributed has a world of {found} "
+            f"(this is rank {rank}); start with torchrun --nproc-per-node {ranks}, or pass num_stages={found}"
         )
+    return width
 
 
-def make_world(num_ranks: int, limits: Limits) -> World:
-    """Join the processes that torchrun (or the caller's own process group) has started, else make ranks of threads."""
+def make_world(num_ranks: int, limits: Limits, data_parallel: int | None = None) -> World:
+    """Join the processes that torchrun (or the caller's own process group) has started, else make ranks of threads.
+
+    Raises:
+        FxChimeraError: The number of processes does not fit, or several pipelines are to be threads of one process.
+    """
     started = dist.is_available() and (dist.is_initialized() or ("RANK" in os.environ and "WORLD_SIZE" in os.environ))
-    return DistributedWorld(num_ranks, limits) if started else LocalWorld(num_ranks, limits)
+    if started:
+        return DistributedWorld(num_ranks, limits, data_parallel)
+    if data_parallel not in (None, 1):
+        raise FxChimeraError(
+            f"data_parallel={data_parallel} needs processes, each pipeline with a batch of its own; start with torchrun "
+            f"--nproc-per-node {num_ranks * (data_parallel or 1)}. The threads of one process are one pipeline, which takes more "
+            "micro-batches as well"
+        )
+    return LocalWorld(num_ranks, limits)

@@ -1,0 +1,89 @@
+"""The counterparts of a rank: the ranks of the other pipelines that hold the same stages.
+
+They add up the gradients that they own, after their mirrors' have come in, while the rest of the pipeline still computes; and they
+tell each other, rarely, what else belongs to all pipelines: weights at the start, statistics of batch norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from fxchimera.errors import FxChimeraError
+from fxchimera.runtime.caller import Answer, Caller
+from fxchimera.runtime.circle import Circle
+from fxchimera.runtime.failure import Failure
+from fxchimera.runtime.groups import Group
+from fxchimera.runtime.sharedfailure import resolve_cause
+
+__all__ = ["Width"]
+
+_JOIN_SECONDS = 2.0
+
+
+class Width:
+    """One rank's end of the exchange with its counterparts, all of which make the same calls in the same order.
+
+    The calls are made by a helper thread.  When it has ended, the connections are closed, which releases the counterparts' threads
+    that wait for this rank; one that waits for another is released by that one, and two that wait for each other would have met.
+
+    Args:
+        group: The counterparts, by pipeline.
+        failure: Where a broken connection is reported.
+        rank: This rank, for errors.
+    """
+
+    def __init__(self, group: Group, failure: Failure, rank: int) -> None:
+        self._circle: Circle | None = Circle(group)
+        self.index, self.size = self._circle.index, self._circle.size
+        self._failure, self._rank = failure, rank
+        self._thread = Caller("fxchimera-width")
+        self._thread.start()
+
+    def begin_sum(self, buffer: torch.Tensor) -> Answer:
+        """Begin to replace a buffer by its sum over all pipelines, see :meth:`Circle.sum`; ``wait`` tells when it is done."""
+        return self._thread.ask(partial(self._members().sum, buffer))
+
+    def wait(self, answer: Answer, what: str) -> Any:
+        """Wait for what was begun; ``what`` names it for an error.
+
+        Raises:
+            PipelineError: Another rank failed, or the connection is broken.
+        """
+        result = self._failure.wait(answer, f"rank {self._rank}, in {what} with the other pipelines,")
+        if isinstance(result, FxChimeraError):
+            raise result
+        if isinstance(result, Exception):
+            text = f"{what} with the other pipelines broke: {type(result).__name__}: {result}"
+            raise resolve_cause(self._failure, self._failure.cause_at(self._rank, text)).error() from result
+        return result
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """Return every counterpart's object, by pipeline."""
+        return list(self._call(partial(self._members().gather, value), what))
+
+    def spread(self, value: Any, what: str) -> Any:
+        """Return the object of the counterpart in pipeline 0."""
+        return self._call(partial(self._members().spread, value), what)
+
+    def spread_tensors(self, tensors: list[torch.Tensor], what: str) -> None:
+        """Overwrite tensors by those of the counterpart in pipeline 0."""
+        members = self._members()
+        self._call(lambda: [members.spread_tensor(tensor) for tensor in tensors], what)
+
+    def close(self) -> None:
+        """End the thread and close the connections; may be called more than once."""
+        self._thread.tasks.put(None)
+        self._thread.join(timeout=_JOIN_SECONDS)
+        self._circle = None
+
+    def _call(self, call: Callable[[], Any], what: str) -> Any:
+        return self.wait(self._thread.ask(call), what)
+
+    def _members(self) -> Circle:
+        if self._circle is None:
+            raise FxChimeraError("this pipeline has been closed; wrap the model again to go on")
+        return self._circle
