@@ -17,6 +17,7 @@ from fxchimera.planner.profile import Profile
 from fxchimera.planner.table import Plan
 from fxchimera.runtime.agreement import Call, agree
 from fxchimera.runtime.attempts import Attempts
+from fxchimera.runtime.dataparallel import DataParallel
 from fxchimera.runtime.engine import Engine, Orders
 from fxchimera.runtime.failure import Cause
 from fxchimera.runtime.homes import Homes
@@ -40,7 +41,7 @@ from fxchimera.view.drawing import Drawing
 __all__ = ["Pipeline"]
 
 
-class Pipeline:
+class Pipeline(DataParallel):
     """A model that trains on several ranks; made by :func:`pipeline`.  Not an ``nn.Module``.
 
     Every method is called on every rank, with the same arguments.  After a rank has failed, the object refuses further work.
@@ -176,16 +177,6 @@ class Pipeline:
         """Yield the parameters that this process owns; each parameter is on exactly one rank."""
         for _, parameter in self.named_parameters():
             yield parameter
-
-    @property
-    def data_parallel_size(self) -> int:
-        """The number of pipelines (W), each with a shard of the batch; for a ``DistributedSampler``'s ``num_replicas``."""
-        return self._world.grid.width
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """The number of this rank's pipeline, 0 .. W-1; for a ``DistributedSampler``'s ``rank``."""
-        return self._world.grid.pipeline
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip by the norm of all gradients of the model, each parameter counted once; returns that norm, the same everywhere.

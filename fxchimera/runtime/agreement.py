@@ -132,6 +132,6 @@ def _disagreement(words: list[list[int]], pipeline: tuple[int, ...], description
             "the values of parameters, which a rank has of its own stages only. Call pipe.warmup(<arguments>, lend_parameters=True)"
         )
     return (
-        f"the ranks of a pipeline must pass the same batch, but the values on ranks {odd} differ from those on rank {first} (shapes "
-        f"and dtypes agree: {descriptions[first]}); seed and shard every rank's data loader alike"
+        f"the ranks of a pipeline must pass the same batch, but the values on ranks {odd} differ from those on rank {first} "
+        f"(shapes and dtypes agree: {descriptions[first]}); seed and shard every rank's data loader alike"
     )

@@ -26,6 +26,7 @@ class Caller(threading.Thread):
         return answer
 
     def run(self) -> None:
+        """Make the calls."""
         while (item := self.tasks.get()) is not None:
             call, answer = item
             try:

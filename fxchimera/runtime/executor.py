@@ -14,7 +14,7 @@ import torch
 from fxchimera.errors import PipelineError
 from fxchimera.runtime.buckets import Buckets, need_of
 from fxchimera.runtime.exchange import Exchange
-from fxchimera.runtime.failure import Cause, Failure
+from fxchimera.runtime.failure import Failure
 from fxchimera.runtime.job import Job, Result
 from fxchimera.runtime.loss import loss_of
 from fxchimera.runtime.losscheck import refuse_other_leaves
@@ -92,9 +92,7 @@ class Executor:
 class _Run:
     """The state of one job on one rank."""
 
-    def __init__(
-        self, executor: Executor, placement: Placement, transport: Transport, job: Job, buckets: Buckets | None
-    ) -> None:
+    def __init__(self, executor: Executor, placement: Placement, transport: Transport, job: Job, buckets: Buckets | None) -> None:
         self.result = Result()
         self.position = Position(executor.rank, None, placement)
         self._rank, self._placement, self._replicas = executor.rank, placement, executor.replicas
@@ -103,7 +101,6 @@ class _Run:
         self._losses: dict[int, torch.Tensor] = {}
         self._refreshes: dict[int, list[Action]] = {}
         self._deferred_norms = len(placement.pipes) > 1 or buckets is not None
-        self._gradients: deque[Action] = deque()
         self._sums = buckets.begin(job.order) if buckets is not None and job.train and job.synchronised else None
         self._wrong = WrongPaths(executor.rank, job, self.result)
         self._profiled = profiling()
@@ -116,7 +113,7 @@ class _Run:
             for (pipe, _), replica in self._replicas.items():
                 replica.begin(self._placement.microbatches(pipe))
         self._exchange.alias_local()
-        self._gradients.extend(script.gradients)
+        self._gradients = deque(script.gradients)
         for action in script.refreshes:
             self._refreshes.setdefault(action.stage, []).append(action)
         exchanged = [self._expected(action) for action in (*script.refreshes, *script.gradients)]

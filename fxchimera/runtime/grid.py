@@ -1,10 +1,10 @@
 """Which process runs which rank of which pipeline: the W x D processes of one training run.
 
-                     rank 0   rank 1   rank 2   rank 3
-    pipeline 0          0        1        2        3         one pipeline: these see one shard of the batch
-    pipeline 1          4        5        6        7
-                        |
-                        counterparts: these hold the same stages
+                 rank 0   rank 1   rank 2   rank 3
+pipeline 0          0        1        2        3         one pipeline: these see one shard of the batch
+pipeline 1          4        5        6        7
+                    |
+                    counterparts: these hold the same stages
 """
 
 from __future__ import annotations

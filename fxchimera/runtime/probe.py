@@ -20,7 +20,7 @@ import torch
 
 from fxchimera.errors import FxChimeraError, PipelineError
 from fxchimera.runtime.crew import Crew
-from fxchimera.runtime.failure import Cause, Failure
+from fxchimera.runtime.failure import Failure
 from fxchimera.runtime.mailbox import Mailbox
 from fxchimera.runtime.message import Key, Payload
 from fxchimera.runtime.replica import Replica

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxchimera.runtime.gradients import GradientSum
 from fxchimera.runtime.job import Job
-from fxchimera.runtime.reference import run_reference
+from fxchimera.runtime.loss import total_loss
+from fxchimera.runtime.reference import Reference, run_reference
 from fxchimera.runtime.world import World
 from fxchimera_passes.plan import StagePlan
 
@@ -90,7 +92,7 @@ def compare_with_plain(
     loss: torch.Tensor,
     own: Mapping[str, torch.Tensor | None],
 ) -> Verification:
-    """Collective: compare a job's loss and gradients with those of the plain model, which rank 0 runs.
+    """Collective: compare a job's loss and gradients with those of the plain model, which rank 0 of every pipeline runs.
 
     Args:
         world: The processes.
@@ -101,18 +103,40 @@ def compare_with_plain(
         loss: Its loss.
         own: The gradients that this process owns.
     """
-    gathered = world.collect(own, "verify()")
+    gathered = world.collect(own if world.grid.pipeline == 0 else {}, "verify()")
     result: Verification | None = None
-    if world.process == 0:
-        plain = plain_copy(model, names, state)
+    if world.process == world.grid.row[0]:
+        plain = plain_copy(model, names, _state_of_first(world, state))
         shares, place = job.weights, job.order.placement
         expected = run_reference(
             plain, job.batch, job.programs, place, weights=shares, loss_fn=job.loss_fn, seed=job.seed, step=job.step
         )
+        expected = _of_all_pipelines(world, expected, shares)
         found = {name: gradient for part in gathered for name, gradient in part.items()}
-        result = compare(job.programs[0].plan, found, expected.gradients, loss, expected.loss)
+        if world.process == 0:
+            result = compare(job.programs[0].plan, found, expected.gradients, loss, expected.loss)
     answer: Verification = world.spread(result, "verify()")
     return answer
+
+
+def _state_of_first(world: World, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Collective among the ranks 0 of all pipelines: return what the one of pipeline 0 has."""
+    found: Mapping[str, Any] = state if world.counterparts is None else world.counterparts.spread(state, "verify()")
+    return found
+
+
+def _of_all_pipelines(world: World, own: Reference, weights: tuple[float, ...]) -> Reference:
+    """Collective among the ranks 0 of all pipelines: sum what the plain model gives for their shards, ascending."""
+    if world.counterparts is None:
+        return own
+    parts: list[tuple[Reference, tuple[float, ...]]] = world.counterparts.gather((own, weights), "verify()")
+    losses = dict(enumerate(loss for part, _ in parts for loss in part.losses))
+    sums = {name: GradientSum() for name in parts[0][0].gradients}
+    for pipeline, (part, _) in enumerate(parts):
+        for name, gradient in part.gradients.items():
+            sums[name].add((pipeline, 0), gradient)
+    everyones = tuple(weight for _, shares in parts for weight in shares)
+    return Reference(total_loss(losses, everyones, own.loss.dtype), {name: total.total() for name, total in sums.items()})
 
 
 def compare(

@@ -48,9 +48,7 @@ def arguments_of(signature: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 class WarmupBatch:
     """The batch of one signature; meta tensors are zeros on ``device`` in it."""
 
-    def __init__(
-        self, signature: Any, n_microbatches: int, specs: ChunkSpecs, device: torch.device, *, pipeline: int = 0
-    ) -> None:
+    def __init__(self, signature: Any, n_microbatches: int, specs: ChunkSpecs, device: torch.device, *, pipeline: int = 0) -> None:
         tensors, structure = flatten(arguments_of(signature))
         self._given = tensors
         args, kwargs = structure.rebuild([torch.zeros_like(t, device=device) if t.is_meta else t for t in tensors])

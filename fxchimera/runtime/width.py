@@ -72,7 +72,12 @@ class Width:
     def spread_tensors(self, tensors: list[torch.Tensor], what: str) -> None:
         """Overwrite tensors by those of the counterpart in pipeline 0."""
         members = self._members()
-        self._call(lambda: [members.spread_tensor(tensor) for tensor in tensors], what)
+
+        def call() -> None:
+            for tensor in tensors:
+                members.spread_tensor(tensor)
+
+        self._call(call, what)
 
     def close(self) -> None:
         """End the thread and close the connections; may be called more than once."""

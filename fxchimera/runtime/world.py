@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -134,9 +133,7 @@ class DistributedWorld:
         if width > 1:
             pipeline, rank = self.grid.pipeline, self.grid.rank
             column = [row[rank] for row in self.grid.processes]
-            self.counterparts = Width(
-                connect(store, f"rank {rank}", self.process, column, devices, timeout), self.failure, rank
-            )
+            self.counterparts = Width(connect(store, f"rank {rank}", self.process, column, devices, timeout), self.failure, rank)
             self._pipeline = Circle(connect(store, f"pipeline {pipeline}", self.process, self.grid.row, devices, timeout))
         self._thread: threading.Thread | None = self._calls
         self._calls.start()

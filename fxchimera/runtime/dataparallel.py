@@ -1,0 +1,23 @@
+"""Where a rank stands among several pipelines, as a user's data loader and optimizer want to know it."""
+
+from __future__ import annotations
+
+from fxchimera.runtime.world import World
+
+__all__ = ["DataParallel"]
+
+
+class DataParallel:
+    """The data-parallel side of a pipeline; every pipeline of the W is given its own shard of a batch."""
+
+    _world: World
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of pipelines (W): ``num_replicas`` for torch's ``DistributedSampler``."""
+        return self._world.grid.width
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The number of this rank's pipeline, 0 to W - 1: ``rank`` for torch's ``DistributedSampler``."""
+        return self._world.grid.pipeline
