@@ -17,6 +17,7 @@ from fxchimera import FxChimeraError, PipelineError
 from fxchimera.runtime import sharedfailure, wires
 from fxchimera.runtime.distributed import DistributedTransport
 from fxchimera.runtime.failure import Cause, Limits
+from fxchimera.runtime.grid import Grid
 from fxchimera.runtime.message import Key
 from fxchimera.runtime.sharedfailure import SharedFailure
 from fxchimera.runtime.transport import Expected
@@ -62,7 +63,7 @@ def ranks(wait_seconds: float = 20.0) -> Iterator[tuple[list[SharedFailure], lis
     """The two ends of both channels, each with its own view of failures."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stores = [store, TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)]
-    failures = [SharedFailure(Limits(wait_seconds), one, rank, 2) for rank, one in enumerate(stores)]
+    failures = [SharedFailure(Limits(wait_seconds), one, Grid(((0, 1),), rank)) for rank, one in enumerate(stores)]
     ends: list[Any] = [None, None]
 
     def make(rank: int) -> None:
