@@ -186,7 +186,7 @@ def test_a_stranger_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rank_that_never_comes_is_named() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    failure = SharedFailure(Limits(0.2), store, 0, 2)
+    failure = SharedFailure(Limits(0.2), store, Grid(((0, 1),), 0))
     for channels in ([DOWN], [UP]):
         with pytest.raises(FxChimeraError, match=r"rank 1 has not connected within 0\.2 s.*wait_seconds="):
             DistributedTransport(0, channels, failure)
