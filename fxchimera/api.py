@@ -21,12 +21,16 @@ from fxchimera.planner.relief import Recompute
 from fxchimera.planner.table import Plan
 from fxchimera.runtime.copies import allows_two_copies
 from fxchimera.runtime.failure import Cause, Limits
+from fxchimera.runtime.initialise import ParamInit
 from fxchimera.runtime.loss import LossFn, LossWeight, weights_of
 from fxchimera.runtime.losscheck import check_loss, with_named_draws
+from fxchimera.runtime.materialise import Weights, materialise, named_attributes, refuse_meta
 from fxchimera.runtime.microbatch import Batch, ChunkSpecs, divide
 from fxchimera.runtime.profile import profile_cut
 from fxchimera.runtime.program import Programs
 from fxchimera.runtime.reference import Reference, run_reference, true_programs
+from fxchimera.runtime.state import owner_process
+from fxchimera.runtime.weightfiles import Checkpoint
 from fxchimera.runtime.world import World, make_world
 from fxchimera.schedule.families import make_order
 from fxchimera.schedule.order import Order
@@ -57,6 +61,8 @@ def pipeline(
     optimizer_values: float = 2.0,
     recompute: Recompute = "auto",
     profile: bool = False,
+    checkpoint: Checkpoint | None = None,
+    param_init_fn: ParamInit | None = None,
     seed: int | None = None,
     wait_seconds: float = 600.0,
 ) -> Pipeline:
@@ -67,7 +73,9 @@ def pipeline(
     any number of rows, and losses and gradients are those of all shards together.
 
     Args:
-        model: Any ``nn.Module``, in training mode if it is to be trained.
+        model: Any ``nn.Module``, in training mode if it is to be trained.  Built under ``torch.device("meta")`` it has no weights;
+            then every rank gets those that it owns, and no others, from ``checkpoint``, or as the model's own
+            ``reset_parameters``, ``_init_weights`` or ``init_weights`` say, the same for every ``num_stages``.
         example_args: Positional arguments of one batch, as ``step`` will get it.
         example_kwargs: Keyword arguments of one batch.
         loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` when ``step`` gets no target; None when the model returns
@@ -97,7 +105,12 @@ def pipeline(
         profile: Measure the stages of a first plan on the ranks, what is in them, and messages between ranks, and plan cuts and
             order again from that; the model is recorded once.  A ``loss_fn`` that takes a target is left out, as there
             is none yet (:meth:`Pipeline.profile` has one).
-        seed: Seed of the keyed randomness (dropout); default ``torch.initial_seed()`` of rank 0.
+        checkpoint: Weights to begin with, read tensor by tensor and converted to the model's dtype: a file (.safetensors, .bin,
+            .pt, .pth), a folder with one, or with several and an index (``model.safetensors.index.json``), a mapping from names
+            to tensors, or a function of a name.  Buffers that it lacks are initialised.
+        param_init_fn: Fills the parameters and buffers that one module holds, as in FSDP, where the model is on the meta device
+            and the checkpoint, if any, lacks them; modules that it leaves alone are initialised in their own way.
+        seed: Seed of the keyed randomness (dropout, initialisation); default ``torch.initial_seed()`` of rank 0.
         wait_seconds: How long a rank waits for one message before it raises.
 
     Warns:
@@ -132,10 +145,16 @@ def pipeline(
                 shared=world.num_processes == 1,
             )
 
-        programs, plan = _plan(
-            model, batch, order, split_points, cost, world, memory, optimizer_values, recompute, profiled if profile else None
-        )
+        def settled(made: Draft) -> Draft:
+            """Plan from measured stages if asked to, then fetch the weights of what this process owns."""
+            made = profiled(made) if profile else made
+            owner = owner_process(model, made.cut, made.captured.parameters, made.order.placement)
+            read = {name for stage in made.cut.stages for name in stage.buffers}
+            materialise(made.captured, owner, world.ranks, read, Weights(checkpoint, param_init_fn, chosen_seed))
+            return made
+
         chosen_seed = world.spread(torch.initial_seed() if seed is None else seed, "pipeline()")
+        programs, plan = _plan(model, batch, order, split_points, cost, world, memory, optimizer_values, recompute, settled)
         return Pipeline(
             model, programs, plan.order, world, plan=plan, loss_fn=loss_fn, loss_weight=loss_weight, specs=specs, seed=chosen_seed
         )
@@ -171,6 +190,7 @@ def reference(
     with "auto" under ``memory``, measured costs or ``profile``, pass its ``plan.order`` as ``schedule``.
     """
     order = _order(schedule, num_stages, n_microbatches)
+    refuse_meta(model, "reference()")
     specs = ChunkSpecs(args=args_chunk_spec, kwargs=kwargs_chunk_spec, target=target_chunk_spec)
     batch = divide(args, kwargs, target, n_microbatches, specs)
     programs, plan = _plan(model, batch, order, split_points, "analytic", None)
@@ -215,25 +235,26 @@ def _plan(
     memory: Cap | Sequence[Cap] | None = None,
     optimizer_values: float = 2.0,
     recompute: Recompute = "none",
-    profiled: Callable[[Draft], Draft] | None = None,
+    settled: Callable[[Draft], Draft] | None = None,
 ) -> tuple[Programs, Plan]:
     """Record the first micro-batch, cut the recording and settle the order; with measured costs every rank uses rank 0's."""
     example = batch.microbatches[0]
-    made = draft(
-        model,
-        example.args,
-        example.kwargs,
-        order,
-        split_points=split_points,
-        cost=cost,
-        memory=memory,
-        optimizer_values=optimizer_values,
-        agreed=None if world is None else lambda costs: world.spread(costs, "pipeline()"),
-        threads=world is None or world.num_processes == 1,
-        recompute=recompute,
-    )
-    if profiled is not None:
-        made = profiled(made)
+    with named_attributes(model):
+        made = draft(
+            model,
+            example.args,
+            example.kwargs,
+            order,
+            split_points=split_points,
+            cost=cost,
+            memory=memory,
+            optimizer_values=optimizer_values,
+            agreed=None if world is None else lambda costs: world.spread(costs, "pipeline()"),
+            threads=world is None or world.num_processes == 1,
+            recompute=recompute,
+        )
+    if settled is not None:
+        made = settled(made)
     for note in made.captured.report.notes:
         warnings.warn(note, stacklevel=3)
     for note in made.cut.notes:

@@ -64,7 +64,8 @@ class Replica:
         own = {name: model.get_parameter(alias) for name, alias in self._aliases.items()}
         self.mirrored = tuple(name for name in held if pipe or program.plan.owner[name] != stage)
         self.parameters = {
-            name: _mirror(parameter, shares_memory) if name in self.mirrored else parameter for name, parameter in own.items()
+            name: _mirror(parameter, shares_memory, program.captured.device) if name in self.mirrored else parameter
+            for name, parameter in own.items()
         }
         self.buffers: dict[str, torch.Tensor] = {}
         self._buffer_places: list[tuple[str, nn.Module, str]] = []
@@ -280,9 +281,11 @@ def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), key
 
 
-def _mirror(parameter: nn.Parameter, shares_memory: bool) -> nn.Parameter:
+def _mirror(parameter: nn.Parameter, shares_memory: bool, device: torch.device) -> nn.Parameter:
     """A parameter with its own ``.grad``; on the same device it shares the owner's storage."""
     data = parameter.detach() if shares_memory else parameter.detach().clone()
+    if data.is_meta:  # the first refresh brings values
+        data = torch.empty_like(data, device=device)
     return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
 
