@@ -20,6 +20,7 @@ from fxchimera.runtime.loss import loss_of
 from fxchimera.runtime.losscheck import refuse_other_leaves
 from fxchimera.runtime.mailbox import Mailbox
 from fxchimera.runtime.message import Key, Payload
+from fxchimera.runtime.place import IDLE
 from fxchimera.runtime.position import Position
 from fxchimera.runtime.program import Program
 from fxchimera.runtime.replica import Replica
@@ -73,6 +74,8 @@ class Executor:
             for cue in script.cues:
                 if failure.cause is not None:
                     failure.check()
+                if failure.place is not None:
+                    failure.place.write(cue.position.label)
                 run.act(cue)
             run.finish()
         except Exception as error:
@@ -80,6 +83,9 @@ class Executor:
         except BaseException as interruption:  # Ctrl-C stays what it is, but the other ranks hear of it
             self._blame(interruption, run)
             raise
+        finally:
+            if failure.place is not None:
+                failure.place.write(IDLE)
         return run.result
 
     def _blame(self, error: BaseException, run: _Run) -> PipelineError:

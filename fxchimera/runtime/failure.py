@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from fxchimera.errors import PipelineError
 from fxchimera.runtime.grid import Grid
+from fxchimera.runtime.place import Place
 
 __all__ = ["NAP_SECONDS", "Cause", "Failure", "Limits"]
 
@@ -44,7 +45,12 @@ class Cause:
 
 
 class Failure:
-    """The cause of a failure as one process sees it; set once, by whoever is first."""
+    """The cause of a failure as one process sees it; set once, by whoever is first.
+
+    ``place`` is where a rank that is a process writes down what it does.
+    """
+
+    place: Place | None = None
 
     def __init__(self, limits: Limits, grid: Grid | None = None) -> None:
         self.limits = limits
@@ -58,10 +64,15 @@ class Failure:
         return self._cause
 
     def cause_at(self, rank: int, text: str) -> Cause:
-        """Make the cause of what failed on ``rank`` of this process's pipeline; of several pipelines, the text says which."""
+        """Make the cause of what failed on ``rank`` of this process's pipeline."""
+        return self.cause_in(self.grid.row[rank], text) if self.grid.width > 1 else Cause(rank, text)
+
+    def cause_in(self, process: int, text: str) -> Cause:
+        """Make the cause of what failed in a process; of several pipelines, the text says which."""
         if self.grid.width == 1:
-            return Cause(rank, text)
-        return Cause(self.grid.row[rank], f"pipeline {self.grid.pipeline}, its rank {rank}, {text}")
+            return Cause(process, text)
+        pipeline, rank = self.grid.place_of(process)
+        return Cause(process, f"pipeline {pipeline}, its rank {rank}, {text}")
 
     def report(self, cause: Cause) -> Cause:
         """Note a failure and return the first cause, which may be another's."""
@@ -75,6 +86,9 @@ class Failure:
         if self._cause is not None:
             raise self._cause.error()
 
+    def look(self) -> None:
+        """Called now and then by whoever waits: look whether what is waited for can still come."""
+
     def patience(self, what: object, seconds: float | None = None) -> Callable[[], None]:
         """Return what a rank that waits calls between its naps; the text of ``what`` says who waits.
 
@@ -84,6 +98,7 @@ class Failure:
         deadline = time.monotonic() + limit
 
         def between() -> None:
+            self.look()
             self.check()
             if time.monotonic() > deadline:
                 where = f"pipeline {self.grid.pipeline}, " if self.grid.width > 1 else ""

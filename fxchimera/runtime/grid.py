@@ -36,15 +36,19 @@ class Grid:
         """The number of ranks of a pipeline (D)."""
         return len(self.processes[0])
 
+    def place_of(self, process: int) -> tuple[int, int]:
+        """The pipeline that a process belongs to, and the (first) rank that it runs there."""
+        return next((w, row.index(process)) for w, row in enumerate(self.processes) if process in row)
+
     @property
     def pipeline(self) -> int:
         """The pipeline that this process belongs to."""
-        return next(w for w, row in enumerate(self.processes) if self.process in row)
+        return self.place_of(self.process)[0]
 
     @property
     def rank(self) -> int:
         """The (first) rank that this process runs."""
-        return self.processes[self.pipeline].index(self.process)
+        return self.place_of(self.process)[1]
 
     @property
     def row(self) -> tuple[int, ...]:

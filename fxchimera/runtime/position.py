@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+from fxchimera.runtime.place import label
 from fxchimera.schedule.action import Action
 from fxchimera.schedule.placement import Placement
 
 __all__ = ["Position"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # not slotted: the label is kept, as it is wanted in every step
 class Position:
     """An action of one rank, None before the first; its text names rank, stage, direction, micro-batch and action."""
 
@@ -20,6 +22,11 @@ class Position:
 
     def __str__(self) -> str:
         return f"rank {self.rank}, {self.on_rank()}"
+
+    @cached_property
+    def label(self) -> bytes:
+        """What a :class:`Place` takes."""
+        return label(self.on_rank())
 
     def on_rank(self) -> str:
         """Return the text without the rank."""

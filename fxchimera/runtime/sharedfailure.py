@@ -14,6 +14,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from fxchimera.runtime.failure import Cause, Failure, Limits
 from fxchimera.runtime.grid import Grid
+from fxchimera.runtime.place import Place
+from fxchimera.runtime.pulse import Pulse
 
 __all__ = ["GRACE_SECONDS", "SharedFailure", "make_store", "resolve_cause"]
 
@@ -35,6 +37,8 @@ class SharedFailure(Failure):
         self.store = store
         self._rank, self._size = grid.process, grid.width * grid.depth
         self._stopped = threading.Event()
+        self.place = Place()
+        self._pulse = Pulse(store, self._rank, self._size, self.place, publish=self._publish, note=self._note)
         self._watcher = threading.Thread(target=self._watch, name="fxchimera-failures", daemon=True)
         self._watcher.start()
 
@@ -48,9 +52,22 @@ class SharedFailure(Failure):
                 self.store.set(_NEWS.format(other), "")
         return super().report(first)
 
+    def _publish(self, process: int, text: str) -> None:
+        self.report(self.cause_in(process, text))
+
+    def _note(self, process: int, text: str) -> None:
+        super().report(self.cause_in(process, text))
+
+    def look(self) -> None:
+        """Notice when rank 0 does not answer."""
+        self._pulse.look()
+
     def stop(self) -> None:
-        """End the watcher."""
+        """End the watcher and the pulse."""
         self._stopped.set()
+        self._pulse.stop()
+        assert self.place is not None
+        self.place.remove()
         with contextlib.suppress(Exception):  # without the store the watcher has ended
             self.store.set(_NEWS.format(self._rank), "")
         self._watcher.join(timeout=GRACE_SECONDS)

@@ -17,7 +17,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -51,16 +51,9 @@ class Pool:
         The test fails when a process raises, dies, or does not answer within ``limit`` seconds; with ``spoils`` the processes
         are replaced afterwards, because the call leaves them with broken connections.
         """
-        if not self._workers:
-            self._start()
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=limit))
-        for rank in range(size):
-            environment = {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-            }  # fmt: skip
-            self._workers[rank][1].send_bytes(pickle.dumps((function, args, environment)))
-        answers = self._collect(size, limit)
+        store = self._begin(size, function, args, limit)
+        answers = self._collect(range(size), limit)
+        del store
         failures = [rank for rank in range(size) if answers.get(rank, (False, ""))[0] is not True]
         if failures:
             report = self._report(size, answers)
@@ -70,6 +63,23 @@ class Pool:
             self.stop()
         return [answers[rank][1] for rank in range(size)]
 
+    def survivors(
+        self, size: int, lost: int, function: Callable[..., Any], *args: Any, limit: float = _LIMIT_SECONDS
+    ) -> dict[int, Any]:
+        """Call ``function(*args)`` in ``size`` processes, of which the rank ``lost`` will not answer; return what the others do.
+
+        All processes are replaced afterwards.  The test fails when one of the others raises, or does not answer in time.
+        """
+        store = self._begin(size, function, args, limit)
+        others = [rank for rank in range(size) if rank != lost]
+        answers = self._collect(others, limit)
+        del store
+        report = self._report(size, answers) if any(answers.get(rank, (False, ""))[0] is not True for rank in others) else ""
+        self.stop()
+        if report:
+            pytest.fail(report, pytrace=False)
+        return {rank: answers[rank][1] for rank in others}
+
     def stop(self) -> None:
         """Kill the processes."""
         for process, connection in self._workers:
@@ -77,6 +87,19 @@ class Pool:
             process.join()
             connection.close()
         self._workers = []
+
+    def _begin(self, size: int, function: Callable[..., Any], args: tuple[Any, ...], limit: float) -> TCPStore:
+        """Give every process its task; the store returned is to be kept until they have answered."""
+        if not self._workers:
+            self._start()
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=limit))
+        for rank in range(size):
+            environment = {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }  # fmt: skip
+            self._workers[rank][1].send_bytes(pickle.dumps((function, args, environment)))
+        return store
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -89,10 +112,10 @@ class Pool:
                 theirs.close()
                 self._workers.append((process, ours))
 
-    def _collect(self, size: int, limit: float) -> dict[int, tuple[bool, Any]]:
-        """Wait for all answers; a process that dies answers with its exit code."""
+    def _collect(self, ranks: Sequence[int], limit: float) -> dict[int, tuple[bool, Any]]:
+        """Wait for the answers of ``ranks``; a process that dies answers with its exit code."""
         deadline = time.monotonic() + limit
-        waiting = {connection: rank for rank, (_, connection) in enumerate(self._workers[:size])}
+        waiting = {self._workers[rank][1]: rank for rank in ranks}
         answers: dict[int, tuple[bool, Any]] = {}
         while waiting and (left := deadline - time.monotonic()) > 0:
             for connection in multiprocessing.connection.wait(list(waiting), left):

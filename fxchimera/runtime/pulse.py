@@ -1,0 +1,166 @@
+"""Signs of life, so that a process that is frozen or killed is named within seconds, although its connections say nothing.
+
+    every process   twice a second    beat[p] = how often, who, and where it is           (in the failure store)
+    process 0       twice a second    reads all beats, and asks the system after the processes of its own machine
+    the others      while they wait   notice when process 0, which hosts the store, does not answer
+
+A beat comes from a thread of its own, so a slow rank beats on.  A call that keeps the interpreter to itself silences it; on one
+machine the system knows better, and from another machine a longer silence is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from fxchimera.runtime.fate import Fate, Identity
+from fxchimera.runtime.place import Place, forget, last_words
+
+__all__ = ["Pulse"]
+
+_PERIOD_SECONDS = 0.5
+_STOPPED_SECONDS = 5.0  # how long a process of this machine may be stopped
+_SILENT_SECONDS = 60.0  # how long one of another machine may say nothing
+_AWAY_SECONDS = 2.0  # who has not looked for this long may have been stopped, and starts counting anew
+_LAST_WORD_SECONDS = 0.1  # how long the last beat of a process that has ended may be on the way
+_BEAT, _LEFT = "beat of {}", "left"
+_EVER = datetime.timedelta(days=1000)
+
+
+@dataclass(slots=True)
+class _Heard:
+    """What is known of a process: its last beat, and when it changed."""
+
+    beat: str
+    when: float
+
+    @property
+    def identity(self) -> Identity | None:
+        """None when it has left."""
+        return None if self.beat == _LEFT else Identity.parse(self.beat.split("|")[1])
+
+    def where(self) -> str:
+        """The last words of the process, or what its last beat says; its file, of which nobody else knows, goes with it."""
+        _, _, path, words = self.beat.split("|", 3)
+        if self.identity is None or self.identity.fate() is Fate.UNKNOWN:
+            return words
+        found = last_words(path)
+        if self.identity.fate() is Fate.GONE:
+            forget(path)
+        return found or words
+
+
+class Pulse:
+    """The beats of one process, and its watch over the others.
+
+    Args:
+        store: The failure store, which process 0 hosts; the pulse makes connections of its own to it.
+        process: The number of this process.
+        size: How many processes there are.
+        place: Where this process writes down what it is doing.
+        publish: Is told which process it is and what has become of it, and tells the others through the store.
+        note: The same, when process 0 does not answer, so neither does the store.
+    """
+
+    def __init__(
+        self,
+        store: TCPStore,
+        process: int,
+        size: int,
+        place: Place,
+        *,
+        publish: Callable[[int, str], object],
+        note: Callable[[int, str], object],
+    ) -> None:
+        self._address = store.host, store.port
+        self._process, self._size = process, size
+        self._place, self._publish, self._note = place, publish, note
+        self._own, self._count = Identity.own(), 0
+        self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self._stopped = threading.Event()
+        self._answered = self._looked = time.monotonic()
+        self._since = self._answered
+        store.set(_BEAT.format(process), self._beat())
+        self._host = Identity.parse(store.get(_BEAT.format(0)).decode().split("|")[1])
+        self._thread = threading.Thread(target=self._run, name="fxchimera-pulse", daemon=True)
+        self._thread.start()
+
+    def look(self) -> None:
+        """Report process 0 if it has not answered; called again and again by whoever waits for a message."""
+        now = time.monotonic()
+        if now - self._looked > _AWAY_SECONDS:
+            self._since = now
+        self._looked = now
+        silence = now - max(self._answered, self._since)
+        if self._process == 0 or self._stopped.is_set() or silence < _STOPPED_SECONDS:
+            return
+        if (why := _verdict(self._host, silence)) is not None:
+            self._note(0, f"{why}; it hosts the store through which failures are told")
+
+    def stop(self) -> None:
+        """End the beats: this process leaves of its own will."""
+        self._stopped.set()
+        self._thread.join(timeout=2 * _PERIOD_SECONDS)
+
+    def _beat(self) -> str:
+        self._count += 1
+        return f"{self._count}|{self._own}|{self._place.path}|{self._place}"
+
+    def _run(self) -> None:
+        with contextlib.suppress(Exception):  # the store is gone: the watcher of the failure says so
+            store = TCPStore(*self._address, is_master=False, wait_for_workers=False, timeout=_EVER)
+            heard: dict[int, _Heard] = {}
+            while not self._stopped.wait(_PERIOD_SECONDS):
+                store.set(_BEAT.format(self._process), self._beat())
+                if self._process == 0:
+                    self._listen(store, heard)
+                else:
+                    store.get(_BEAT.format(0))
+                self._answered = time.monotonic()
+                self._miss_launcher()
+            store.set(_BEAT.format(self._process), _LEFT)
+
+    def _listen(self, store: TCPStore, heard: dict[int, _Heard]) -> None:
+        """Process 0: read all beats, and report the first process that is not well."""
+        now = time.monotonic()
+        away = now - self._answered > _AWAY_SECONDS
+        beats = store.multi_get([_BEAT.format(process) for process in range(self._size)])
+        for process, beat in enumerate(map(bytes.decode, beats)):
+            last = heard.get(process)
+            if last is None or last.beat != beat or away:
+                last = heard[process] = _Heard(beat, now)
+            why = _verdict(last.identity, now - last.when) if process != self._process and last.identity else None
+            if why is not None and not self._has_left(store, process):
+                self._publish(process, f"{why}; it was at: {last.where()}")
+                self._stopped.set()
+                return
+
+    @staticmethod
+    def _has_left(store: TCPStore, process: int) -> bool:
+        """Whether a process that seems gone has said so meanwhile."""
+        time.sleep(_LAST_WORD_SECONDS)
+        return bool(store.get(_BEAT.format(process)).decode() == _LEFT)
+
+    def _miss_launcher(self) -> None:
+        if self._parent is not None and os.getppid() != self._parent:
+            self._publish(self._process, f"its launcher, torchrun (process {self._parent}), is gone")
+            self._stopped.set()
+
+
+def _verdict(identity: Identity, silence: float) -> str | None:
+    """Say what is wrong with a process that has been silent for so many seconds; None when that is nothing yet."""
+    fate = identity.fate()
+    if fate is Fate.GONE:
+        return f"its process ({identity.pid}) is gone: killed, or crashed, or left without a word"
+    if fate is Fate.STOPPED and silence > _STOPPED_SECONDS:
+        return f"its process ({identity.pid}) has been stopped for {silence:.0f} s"
+    if fate is Fate.UNKNOWN and silence > _SILENT_SECONDS:
+        return f"its process, on another machine, has given no sign of life for {silence:.0f} s"
+    return None
