@@ -100,7 +100,7 @@ class Pipeline(DataParallel):
         order = self._orders.step if self._synchronise else self._orders.unsynchronised
         with self._alone():
             steps = (*self._pending, self._step)
-            job = self._preparation.job(call, args, kwargs, target, order=order, steps=steps, loss_scale=float(loss_scale))
+            job = self._preparation.job(call, args, kwargs, target, order=order, steps=steps, loss_scale=loss_scale)
             finished, loss = self._attempts.train(call, job)
             self._timeline = finished.timeline
             self._pending = () if self._synchronise else steps

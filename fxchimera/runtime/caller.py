@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from fxchimera_passes._torch import record_ranges
+
 __all__ = ["Answer", "Caller"]
 
 Answer = queue.SimpleQueue[Any]
@@ -27,6 +29,7 @@ class Caller(threading.Thread):
 
     def run(self) -> None:
         """Make the calls."""
+        record_ranges(False)  # see fxchimera/runtime/groups.py
         while (item := self.tasks.get()) is not None:
             call, answer = item
             try:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
 
-__all__ = ["CallerContext", "without_autocast"]
+__all__ = ["CallerContext", "casts_kept", "without_autocast"]
 
 _T = TypeVar("_T")
 
@@ -30,6 +30,21 @@ def without_autocast() -> contextlib.AbstractContextManager[object]:
     for kind in enabled:
         stack.enter_context(torch.autocast(kind, enabled=False))
     return stack
+
+
+@contextlib.contextmanager
+def casts_kept() -> Iterator[None]:
+    """Keep autocast's copies of weights on this thread until :func:`torch.clear_autocast_cache`, whichever regions end inside.
+
+    The copies of all threads are in one table, which a thread that leaves its outermost region empties.  If that is another rank's,
+    two uses of a weight read two copies instead of one, and the sum of their gradients rounds otherwise, as chance will have it.
+    All micro-batches in flight share the copies, too.
+    """
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        torch.autocast_decrement_nesting()
 
 
 class CallerContext:

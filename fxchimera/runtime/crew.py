@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from fxchimera.runtime.context import CallerContext
+from fxchimera.runtime.context import CallerContext, casts_kept
 from fxchimera.runtime.failure import Cause, Failure
 
 __all__ = ["Crew"]
@@ -44,7 +44,8 @@ class Crew(Generic[_Member]):
             PipelineError: A rank failed; raised once every rank of this process has stopped.
         """
         if not self._workers:
-            return [act(member) for member in self._members]
+            with casts_kept():
+                return [act(member) for member in self._members]
         context = CallerContext()
         answers: queue.SimpleQueue[tuple[int, bool, Any]] = queue.SimpleQueue()
         for worker, member in zip(self._workers, self._members, strict=True):
@@ -96,7 +97,8 @@ class _Worker(threading.Thread):
             act, context, answers = task
             good, outcome = True, None
             try:
-                outcome = context.run(act)
+                with casts_kept():
+                    outcome = context.run(act)
             except BaseException as error:
                 good, outcome = False, error
             answers.put((self._rank, good, outcome))

@@ -133,7 +133,10 @@ class Engine:
         with without_cache(self._model, always=always):  # as recorded; closed modules read their configuration in every forward
             torch.clear_autocast_cache()  # holds the weights of an earlier step, if the caller's region spans several
             self._prepare(job)
-            results = self._crew.call(lambda executor: executor.run(job))
+            try:
+                results = self._crew.call(lambda executor: executor.run(job))
+            finally:
+                torch.clear_autocast_cache()
         events = sorted((e for result in results for e in result.events), key=lambda e: (e.start, e.rank, e.end))
         return results, Timeline(f"{job.order.name} (measured)", self.placement, tuple(events))
 

@@ -25,7 +25,7 @@ from fxchimera.runtime.position import Position
 from fxchimera.runtime.program import Program
 from fxchimera.runtime.replica import Replica
 from fxchimera.runtime.script import Cue, Message, Script, Scripts
-from fxchimera.runtime.timed import Timed
+from fxchimera.runtime.timed import Timed, shown
 from fxchimera.runtime.transport import Expected, Transport
 from fxchimera.runtime.width import Width
 from fxchimera.runtime.wrongpath import WrongPaths
@@ -230,6 +230,9 @@ class _Run:
         """Return what the neighbouring stage has left: from this rank's own outbox, or by message."""
         if message.stays:
             return self._outbox.pop(message.key)
+        if self._profiled:
+            with shown(message.position.action):
+                return self._mailbox.take(message.channel, message.key, message.position) if message.metas else []
         return self._mailbox.take(message.channel, message.key, message.position) if message.metas else []
 
     def _send(self, cue: Cue) -> None:

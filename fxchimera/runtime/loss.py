@@ -7,6 +7,7 @@ micro-batch gets a weight that is computed from the host batch before anything r
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
@@ -21,12 +22,31 @@ from fxchimera.runtime.microbatch import Batch, MicroBatch
 from fxchimera.runtime.program import Program
 from fxchimera_passes.structure import flatten
 
-__all__ = ["LossFn", "LossWeight", "counts_of", "find_loss", "loss_of", "place_of", "shares_of", "total_loss", "weights_of"]
+__all__ = [
+    "LossFn", "LossWeight", "counts_of", "find_loss", "loss_of", "place_of", "scale_of", "shares_of", "total_loss", "weights_of",
+]  # fmt: skip
 
 LossFn = Callable[..., torch.Tensor]
 LossWeight = Literal["samples", "sum"] | int | Callable[[Any, tuple[Any, ...], dict[str, Any]], float]
 
 _IGNORE_INDEX = -100
+
+
+def scale_of(loss_scale: float | torch.Tensor) -> float:
+    """Return the number that a step's gradients are multiplied by; a gradient scaler gives it as a tensor.
+
+    Raises:
+        FxChimeraError: It is not one finite number.
+    """
+    value = loss_scale.detach() if isinstance(loss_scale, torch.Tensor) else loss_scale
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        found = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise FxChimeraError(f"loss_scale is {type(value).__name__} {found}; pass one number, or a tensor of one") from error
+    if not math.isfinite(number):
+        raise FxChimeraError(f"loss_scale is {number}, which no gradient can be scaled back from; pass a finite number")
+    return number
 
 
 def loss_of(output: Any, target: Any, loss_fn: LossFn | None) -> torch.Tensor:

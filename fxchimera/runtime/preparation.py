@@ -16,7 +16,7 @@ from fxchimera.errors import BatchError, FxChimeraError
 from fxchimera.runtime.agreement import Call, Prepared, agree_on_batch
 from fxchimera.runtime.engine import Engine
 from fxchimera.runtime.job import Job
-from fxchimera.runtime.loss import LossFn, LossWeight, counts_of, shares_of, weights_of
+from fxchimera.runtime.loss import LossFn, LossWeight, counts_of, scale_of, shares_of, weights_of
 from fxchimera.runtime.losscheck import check_loss, with_named_draws
 from fxchimera.runtime.microbatch import Batch, ChunkSpecs, describe_batch, digest, divide, form, sample
 from fxchimera.runtime.program import KEPT, Program, Programs
@@ -59,7 +59,7 @@ class Preparation:
         *,
         order: Order,
         steps: tuple[int, ...],
-        loss_scale: float = 1.0,
+        loss_scale: float | torch.Tensor = 1.0,
     ) -> Job:
         """Collective: make the job of a call; ``steps`` are the numbers of the steps left unsynchronised and of the present one.
 
@@ -84,7 +84,7 @@ class Preparation:
                 order=order,
                 weights=self._weights(batch, programs) if wants_loss else (),
                 loss_fn=with_named_draws(self._loss_fn, self._loss_draws),
-                loss_scale=loss_scale,
+                loss_scale=scale_of(loss_scale),
                 pending_steps=steps,
                 settings=self._programs.present,
                 train=call in (Call.STEP, Call.UNSYNCHRONISED_STEP),

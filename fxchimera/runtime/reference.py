@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fxchimera.runtime.context import without_autocast
+from fxchimera.runtime.context import casts_kept, without_autocast
 from fxchimera.runtime.gradients import GradientSum, HeldHooks, hooked, own_gradients, take_gradients
 from fxchimera.runtime.loss import LossFn, loss_of, total_loss
 from fxchimera.runtime.microbatch import Batch, MicroBatch
@@ -77,7 +77,9 @@ def run_reference(
     losses: dict[int, torch.Tensor] = {}
     hooks = [HeldHooks(parameter) for parameter in names.values()]
     try:
-        with without_cache(model):  # as in the recording: a cache returns keys and values in another layout, which rounds otherwise
+        torch.clear_autocast_cache()
+        # as in the recording, where a cache of the model's returns keys and values in another layout, which rounds otherwise
+        with casts_kept(), without_cache(model):
             for pipe in range(len(placement.pipes)):
                 uses = _Uses(model, [program.plan for program in programs], names)
                 for microbatch in placement.microbatches(pipe):
@@ -86,6 +88,7 @@ def run_reference(
                     uses.own_gradients()
                 uses.collect(pipe, sums)
     finally:
+        torch.clear_autocast_cache()
         for held in hooks:
             held.give_back()
         for name, parameter in names.items():

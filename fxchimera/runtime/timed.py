@@ -11,21 +11,25 @@ import torch
 from fxchimera.schedule.action import Action
 from fxchimera.schedule.timeline import Event
 
-__all__ = ["Timed"]
+__all__ = ["Timed", "shown"]
+
+
+def shown(action: Action | None) -> AbstractContextManager[Any]:
+    """Show torch's profiler what runs inside, under the name that ``torch.distributed.pipelining`` gives an action: ``PP:0F3``.
+
+    That costs more than the rest of the runtime does for an action: the caller asks first whether the profiler is on.
+    """
+    return torch.profiler.record_function(f"PP:{action}")
 
 
 class Timed:
-    """Appends one event to ``events`` for what runs inside.
-
-    ``profiled`` also shows it to torch's profiler, as ``PP:`` and the action.  That costs more than the rest of the runtime does
-    for an action, so it is for the caller to ask first whether the profiler is on.
-    """
+    """Appends one event to ``events`` for what runs inside; ``profiled`` also shows it to torch's profiler."""
 
     __slots__ = ("_action", "_events", "_rank", "_record", "_start")
 
     def __init__(self, rank: int, action: Action, events: list[Event], *, profiled: bool) -> None:
         self._rank, self._action, self._events = rank, action, events
-        self._record: AbstractContextManager[Any] | None = torch.profiler.record_function(f"PP:{action}") if profiled else None
+        self._record: AbstractContextManager[Any] | None = shown(action) if profiled else None
 
     def __enter__(self) -> None:
         self._start = time.monotonic()

@@ -53,6 +53,7 @@ __all__ = [
     "profiling",
     "quiet",
     "real_values",
+    "record_ranges",
     "run_backward",
     "saved_tensor_hook",
     "storage_key",
@@ -191,8 +192,13 @@ def without(mode: TorchFunctionMode) -> AbstractContextManager[Any]:
 
 
 def profiling() -> bool:
-    """Whether torch's profiler records what this thread does."""
-    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined,unused-ignore]
+    """Whether torch's profiler is on anywhere in this process (it may record all threads, which a thread cannot see)."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+def record_ranges(on: bool) -> None:
+    """Let torch's profiler see what this thread does from now on, as it does by default, or not."""
+    torch.autograd._enable_record_function(on)  # type: ignore[attr-defined,unused-ignore]
 
 
 def saved_tensor_hook() -> Any:

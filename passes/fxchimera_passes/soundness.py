@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from fxchimera_passes._torch import MemoryRef, TorchDispatchMode, storage_key
@@ -29,6 +30,7 @@ from fxchimera_passes.structure import flatten
 
 __all__ = ["checked_reads", "watched"]
 
+_CAST = torch.ops.aten._to_copy.default
 _MANY = 4096  # storages remembered before the dead ones are looked for
 
 
@@ -95,6 +97,8 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.place.module:
             self.check(tensors_in([*args, *kwargs.values()]))
         result = function(*args, **kwargs)
+        if function is _CAST and isinstance(args[0], nn.Parameter):
+            return result  # autocast keeps it for whoever reads the parameter next
         for tensor in tensors_in(result):
             key = storage_key(tensor)
             if key not in self.known:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fxchimera_passes._torch import FakeTensor, OpOverload, TorchDispatchMode, storage_key, written
@@ -73,7 +74,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def node(self, maker: nn.Module | None = None, known: set[int | None] | None = None) -> Iterator[Seen]:
-        """Collect what runs inside one node."""
+        """Collect what runs inside one node, which makes its own casts of weights if it runs under autocast."""
+        torch.clear_autocast_cache()
         outer, self.seen = self.seen, Seen(maker, known)
         try:
             with self.saved.hooks():  # above those of a region that is recorded call by call
