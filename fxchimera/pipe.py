@@ -86,9 +86,10 @@ class Pipeline(DataParallel):
     def step(self, *args: Any, target: Any = None, loss_scale: float | torch.Tensor = 1.0, **kwargs: Any) -> torch.Tensor:
         """Run forward and backward of one batch and bring the gradients to their owners.
 
-        Afterwards every owned parameter's ``.grad`` has grown by the batch's gradient times ``loss_scale``.  Returns the batch's
-        loss (detached, unscaled), the same on every rank.  Where the model branches on values that depend on parameters, the step
-        may have to be run again: forward hooks and ``loss_fn`` are then called again, too.
+        Afterwards every owned parameter's ``.grad`` has grown by the batch's gradient times ``loss_scale`` (from a gradient scaler:
+        ``scaler.scale(torch.ones(()))``).  Returns the batch's loss (detached, unscaled), the same on every rank.  Where the model
+        branches on values that depend on parameters, the step may have to be run again: forward hooks and ``loss_fn`` are then
+        called again, too.
 
         Raises:
             BatchError: The batch cannot be divided, or differs between ranks; nothing has been sent.

@@ -1,4 +1,4 @@
-"""torch's own tools around a pipeline, as functions that run in every process of a pool, and in one process with ranks as threads."""
+"""torch's own tools around a pipeline: functions that run in every process of a pool, or in one with ranks as threads."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def scaled_plainly(name: str, n: int, steps: int) -> dict[str, Any]:
             with _half():
                 loss = piece.loss(piece.model(*piece.args, **piece.kwargs)) / n
             scaler.scale(loss).backward()
-            losses[-1] += float(loss)
+            losses[-1] += float(loss.detach())
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(example.model.parameters(), 1.0)
         scaler.step(optimizer)

@@ -268,10 +268,8 @@ class _Run:
 
     def _receive(self, action: Action) -> Payload:
         """Wait for a message of the exchange between replicas."""
-        if not self._metas(action):
-            return []
-        what = Position(self._rank, action, self._placement)
-        return self._mailbox.take(channel(action, self._rank, self._placement), Key.of(action), what)
+        one = self._expected(action)
+        return self._mailbox.take(one.channel, one.key, Position(self._rank, action, self._placement)) if one.metas else []
 
     def _refresh(self, stage: int) -> None:
         """Wait for the owners' parameters before the first compute of a mirror."""
@@ -294,8 +292,6 @@ class _Run:
             return self._exchange.refresh_metas(stage, mirror, owner)
         mirror, owner = (action.peer, self._rank) if receives else (self._rank, action.peer)
         return self._exchange.gradient_metas(stage, mirror, owner, self._moments(stage, mirror))
-
-    # ------------------------------------------------------------------ details
 
     def _moments(self, stage: int, mirror: int) -> list[tuple[int, int]]:
         """The micro-batches, of this step and of those left unsynchronised before it, that a mirror has seen."""
