@@ -21,6 +21,7 @@ __all__ = [
     "CaptureError",
     "CoarseCutWarning",
     "FxChimeraError",
+    "NonFiniteLossError",
     "PartitionError",
     "Pipeline",
     "PipelineError",

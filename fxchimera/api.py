@@ -26,6 +26,7 @@ from fxchimera.runtime.loss import LossFn, LossWeight, weights_of
 from fxchimera.runtime.losscheck import check_loss, with_named_draws
 from fxchimera.runtime.materialise import Weights, materialise, named_attributes, refuse_meta
 from fxchimera.runtime.microbatch import Batch, ChunkSpecs, divide
+from fxchimera.runtime.nonfinite import NanPolicy, check_policy
 from fxchimera.runtime.profile import profile_cut
 from fxchimera.runtime.program import Programs
 from fxchimera.runtime.reference import Reference, run_reference, true_programs
@@ -64,6 +65,7 @@ def pipeline(
     checkpoint: Checkpoint | None = None,
     param_init_fn: ParamInit | None = None,
     seed: int | None = None,
+    nan: NanPolicy = "raise",
     wait_seconds: float = 600.0,
 ) -> Pipeline:
     """Wrap ``model`` so that it trains on ``num_stages`` ranks, or, by several pipelines side by side, on a multiple of that.
@@ -111,6 +113,8 @@ def pipeline(
         param_init_fn: Fills the parameters and buffers that one module holds, as in FSDP, where the model is on the meta device
             and the checkpoint, if any, lacks them; modules that it leaves alone are initialised in their own way.
         seed: Seed of the keyed randomness (dropout, initialisation); default ``torch.initial_seed()`` of rank 0.
+        nan: What a step does whose loss is nan or infinite: "raise" an error (gradients are as before, statistics of batch norm
+            need not be), "skip" (return the loss; all is as before), or "ignore" (the gradients count).  All ranks do the same.
         wait_seconds: How long a rank waits for one message before it raises.
 
     Warns:
@@ -122,6 +126,7 @@ def pipeline(
         ScheduleError: The schedule is unknown or does not fit D and N.
         FxChimeraError: The number of ranks is no multiple of ``num_stages``, or not the one asked for, or ranks disagree.
     """
+    check_policy(nan)
     order = _order(schedule, num_stages, n_microbatches)
     world = make_world(num_stages, Limits(wait_seconds), data_parallel)
     try:
@@ -156,8 +161,9 @@ def pipeline(
         chosen_seed = world.spread(torch.initial_seed() if seed is None else seed, "pipeline()")
         programs, plan = _plan(model, batch, order, split_points, cost, world, memory, optimizer_values, recompute, settled)
         return Pipeline(
-            model, programs, plan.order, world, plan=plan, loss_fn=loss_fn, loss_weight=loss_weight, specs=specs, seed=chosen_seed
-        )
+            model, programs, plan.order, world, plan=plan, loss_fn=loss_fn, loss_weight=loss_weight, specs=specs,
+            seed=chosen_seed, nan=nan,
+        )  # fmt: skip
     except BaseException as error:
         world.failure.report(Cause(world.process, f"pipeline() could not be made: {type(error).__name__}: {error}"))
         world.close()

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from fxchimera_passes.errors import CaptureError, FxChimeraError, PartitionError
 
-__all__ = ["BatchError", "CaptureError", "CoarseCutWarning", "FxChimeraError", "PartitionError", "PipelineError", "ScheduleError"]
+__all__ = [
+    "BatchError",
+    "CaptureError",
+    "CoarseCutWarning",
+    "FxChimeraError",
+    "NonFiniteLossError",
+    "PartitionError",
+    "PipelineError",
+    "ScheduleError",
+]
 
 
 class CoarseCutWarning(UserWarning):
@@ -24,3 +33,7 @@ class BatchError(FxChimeraError, ValueError):
 
 class PipelineError(FxChimeraError, RuntimeError):
     """A step failed while running; the message names rank, stage, direction, micro-batch and action."""
+
+
+class NonFiniteLossError(FxChimeraError, ArithmeticError):
+    """A step's loss is nan or infinite; no gradient was changed, on any rank, and the pipeline can go on."""

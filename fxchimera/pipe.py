@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxchimera.errors import FxChimeraError
+from fxchimera.errors import FxChimeraError, PipelineError
 from fxchimera.planner.measured import measured_plan
 from fxchimera.planner.profile import Profile
 from fxchimera.planner.table import Plan
@@ -23,11 +23,13 @@ from fxchimera.runtime.failure import Cause
 from fxchimera.runtime.homes import Homes
 from fxchimera.runtime.loss import LossFn, LossWeight
 from fxchimera.runtime.microbatch import ChunkSpecs, merge
+from fxchimera.runtime.nonfinite import NanPolicy
 from fxchimera.runtime.norms import clip_gradients
 from fxchimera.runtime.preparation import Preparation
 from fxchimera.runtime.profile import agree_on_rounds, profile_pipeline
 from fxchimera.runtime.program import Program, Programs
-from fxchimera.runtime.results import gather_loss, gather_outputs, gather_timeline
+from fxchimera.runtime.report import write_report
+from fxchimera.runtime.results import gather_losses, gather_outputs, gather_timeline
 from fxchimera.runtime.state import gather_state, load_state, owned_state, owner_process
 from fxchimera.runtime.trial import run_trial
 from fxchimera.runtime.verify import Verification, compare_with_plain
@@ -59,6 +61,7 @@ class Pipeline(DataParallel):
         loss_weight: LossWeight,
         specs: ChunkSpecs,
         seed: int,
+        nan: NanPolicy = "raise",
     ) -> None:
         first: Program = programs.first
         self.plan = plan
@@ -75,6 +78,7 @@ class Pipeline(DataParallel):
         )
         homes = Homes(self._owner, first, order.placement.pipes[0], processes=world.num_processes > 1)
         self._attempts = Attempts(model, programs, self._preparation, self._engine, world, homes)
+        self._nan: NanPolicy = nan
         self._in_use = threading.Lock()
         self._step = 0
         self._pending: tuple[int, ...] = ()
@@ -93,6 +97,7 @@ class Pipeline(DataParallel):
 
         Raises:
             BatchError: The batch cannot be divided, or differs between ranks; nothing has been sent.
+            NonFiniteLossError: The loss is nan or infinite; gradients are as before the step, and the next step may be run.
             PipelineError: A rank failed; the message names rank, stage, direction, micro-batch, action and the first cause.
         """
         if not torch.is_grad_enabled():
@@ -102,7 +107,7 @@ class Pipeline(DataParallel):
         with self._alone():
             steps = (*self._pending, self._step)
             job = self._preparation.job(call, args, kwargs, target, order=order, steps=steps, loss_scale=loss_scale)
-            finished, loss = self._attempts.train(call, job)
+            finished, loss = self._attempts.train(call, job, nan=self._nan)
             self._timeline = finished.timeline
             self._pending = () if self._synchronise else steps
             self._step += 1
@@ -122,7 +127,7 @@ class Pipeline(DataParallel):
         with self._alone(), torch.no_grad(), in_mode(self._model, training=False):
             job = self._preparation.job(Call.EVALUATE, args, kwargs, target, order=self._orders.forward, steps=(self._step,))
             finished = self._attempts.run(Call.EVALUATE, job)
-            return gather_loss(self._world, finished.results, finished.job.weights)
+            return gather_losses(self._world, finished.results, finished.job.weights).total
 
     def warmup(
         self, *signatures: Any, training: bool = True, evaluation: bool = True, steps: int = 1, lend_parameters: bool = False
@@ -158,7 +163,15 @@ class Pipeline(DataParallel):
         """Promise, on every rank, that the gradients of the steps inside may stay where they are.
 
         They are added to the owners' ``.grad`` by the first step outside; until then ``.grad`` is as it was.
+
+        Raises:
+            FxChimeraError: The pipeline was made with ``nan="skip"``: one step of several could not be taken back.
         """
+        if self._nan == "skip":
+            raise FxChimeraError(
+                'no_sync() on a pipeline with nan="skip": of steps whose gradients are exchanged together, a single one could not '
+                'be skipped; use nan="raise", or leave no_sync() out'
+            )
         before = self._synchronise
         self._synchronise = False
         try:
@@ -281,6 +294,10 @@ class Pipeline(DataParallel):
             )
         try:
             yield
+        except PipelineError as error:
+            if (path := write_report(error, self._engine.recent)) is not None:
+                error.add_note(f"What this process did last: {path}")
+            raise
         finally:
             self._in_use.release()
 

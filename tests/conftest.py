@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 from hypothesis import settings
 
 # Bitwise comparisons need equal thread counts, in this process and in those it starts; read when torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Errors that the tests ask for leave reports; these are nobody's.
+os.environ.setdefault("FXCHIMERA_REPORTS", tempfile.mkdtemp(prefix="fxchimera-test-reports-"))
 
 # The default run draws the same examples every time; `nox -s exhaustive` explores others.
 settings.register_profile("repeatable", deadline=None, print_blob=True, derandomize=True)

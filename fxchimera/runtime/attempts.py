@@ -12,7 +12,7 @@ and Python attributes are as before a run that was undone; its random draws are 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -23,9 +23,10 @@ from fxchimera.runtime.engine import Engine
 from fxchimera.runtime.failure import Cause
 from fxchimera.runtime.homes import Homes
 from fxchimera.runtime.job import Job, Result
+from fxchimera.runtime.nonfinite import NanPolicy, not_finite
 from fxchimera.runtime.preparation import Preparation
 from fxchimera.runtime.program import MOST_RUNS, Programs, known_paths, unsettled
-from fxchimera.runtime.results import Verdict, gather_answers, gather_failure, gather_loss
+from fxchimera.runtime.results import Verdict, gather_answers, gather_failure, gather_losses
 from fxchimera.runtime.undo import undo_of
 from fxchimera.runtime.world import World
 from fxchimera.schedule.timeline import Timeline
@@ -84,24 +85,32 @@ class Attempts:
             job = self._preparation.repeat(call, job, known_paths(job.programs, verdict.wrong))
         raise unsettled(latest[0] if latest else None)
 
-    def train(self, call: Call, job: Job, *, hooks: bool = True) -> tuple[Finished, torch.Tensor]:
+    def train(self, call: Call, job: Job, *, hooks: bool = True, nan: NanPolicy = "ignore") -> tuple[Finished, torch.Tensor]:
         """Collective: run a step and return its loss; gradients change only when every rank has come to its end.
 
         Raises:
+            NonFiniteLossError: The loss is nan or infinite, and ``nan`` is "raise"; with "skip", the step leaves no trace.
             FxChimeraError: As :meth:`run`.
         """
+        job = replace(job, trial=True) if nan == "skip" else job
+        undo = self._remember(job) if nan == "skip" else self._engine.abandon
         finished = self.run(call, job)
         try:
-            loss = gather_loss(self._world, finished.results, finished.job.weights)
+            losses = gather_losses(self._world, finished.results, finished.job.weights)
         except BaseException:
             self._engine.abandon()
             raise
+        if nan != "ignore" and (error := not_finite(losses, job.step, self._engine.placement)) is not None:
+            undo()
+            if nan == "raise":
+                raise error
+            return finished, losses.total
         try:
             self._engine.commit(finished.job, hooks=hooks)
         except Exception as error:  # a hook of the user's, when other ranks are past it
             text = f"after the step, in a hook on a parameter: {type(error).__name__}: {error}"
             raise self._world.failure.report(Cause(self._world.process, text)).error() from error
-        return finished, loss
+        return finished, losses.total
 
     def _settle(self, job: Job, undo: Callable[[], None]) -> None:
         """All answers were right, so these are the recordings to look at."""

@@ -32,7 +32,7 @@ from fxchimera.schedule.lower import lower
 from fxchimera.schedule.mirrors import sync_edges
 from fxchimera.schedule.order import Order
 from fxchimera.schedule.profile import Costs
-from fxchimera.schedule.timeline import Timeline
+from fxchimera.schedule.timeline import Event, Timeline
 from fxchimera_passes.capture.state import without_cache
 from fxchimera_passes.plan import StagePlan
 
@@ -226,6 +226,11 @@ class Engine:
         """Give the owned parameters back the gradients that they had before a job that failed."""
         for executor in self.executors:
             executor.exchange.abandon()
+
+    @property
+    def recent(self) -> dict[int, tuple[Event, ...]]:
+        """The last actions of this process's ranks."""
+        return {executor.rank: tuple(executor.recent) for executor in self.executors}
 
     @property
     def closed(self) -> bool:

@@ -24,6 +24,7 @@ from fxchimera.runtime.place import IDLE
 from fxchimera.runtime.position import Position
 from fxchimera.runtime.program import Program
 from fxchimera.runtime.replica import Replica
+from fxchimera.runtime.report import KEPT_ACTIONS
 from fxchimera.runtime.script import Cue, Message, Script, Scripts
 from fxchimera.runtime.timed import Timed, shown
 from fxchimera.runtime.transport import Expected, Transport
@@ -32,6 +33,7 @@ from fxchimera.runtime.wrongpath import WrongPaths
 from fxchimera.schedule.action import Action, Kind
 from fxchimera.schedule.channel import channel
 from fxchimera.schedule.placement import Placement
+from fxchimera.schedule.timeline import Event
 from fxchimera_passes._torch import profiling
 from fxchimera_passes.captured import TensorMeta
 
@@ -58,6 +60,7 @@ class Executor:
         self._transport = transport
         self._failure = failure
         self._scripts = Scripts(rank, placement, replicas)
+        self.recent: deque[Event] = deque(maxlen=KEPT_ACTIONS)
         self._buckets = Buckets(rank, exchange, replicas, width) if width is not None else None
 
     def run(self, job: Job) -> Result:
@@ -84,6 +87,7 @@ class Executor:
             self._blame(interruption, run)
             raise
         finally:
+            self.recent.extend(run.result.events)
             if failure.place is not None:
                 failure.place.write(IDLE)
         return run.result

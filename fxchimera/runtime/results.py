@@ -15,17 +15,36 @@ from fxchimera.runtime.world import World
 from fxchimera.schedule.timeline import Timeline
 from fxchimera_passes.captured import Answer
 
-__all__ = ["Verdict", "gather_answers", "gather_failure", "gather_loss", "gather_outputs", "gather_timeline"]
+__all__ = ["Losses", "Verdict", "gather_answers", "gather_failure", "gather_losses", "gather_outputs", "gather_timeline"]
 
 _NONE = torch.iinfo(torch.int64).max
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def gather_loss(world: World, results: Sequence[Result], weights: tuple[float, ...]) -> torch.Tensor:
-    """Collective: return the weighted sum of all micro-batches' losses, in the losses' dtype.
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """The losses of all micro-batches of all pipelines, numbered pipeline by pipeline, and their weights in the batch's."""
+
+    losses: dict[int, float]
+    weights: tuple[float, ...]
+    dtype: torch.dtype
+
+    @property
+    def total(self) -> torch.Tensor:
+        """The batch's loss, in the losses' dtype."""
+        return total_loss(self.losses, self.weights, self.dtype)
+
+    @property
+    def not_finite(self) -> dict[int, float]:
+        """Those losses that count and are nan or infinite."""
+        return {m: loss for m, loss in sorted(self.losses.items()) if self.weights[m] and not math.isfinite(loss)}
+
+
+def gather_losses(world: World, results: Sequence[Result], weights: tuple[float, ...]) -> Losses:
+    """Collective: return the losses of all micro-batches.
 
     One small tensor a rank travels: present flags, losses in double precision (exact for every dtype), the dtype's number, and
-    the weights.  The sum is over the micro-batches of all pipelines, ascending.
+    the weights.
     """
     own = {m: loss for result in results for m, loss in result.losses.items()}
     kinds = [1.0 + _DTYPES.index(loss.dtype) for loss in own.values()]
@@ -43,7 +62,7 @@ def gather_loss(world: World, results: Sequence[Result], weights: tuple[float, .
         everyones[first : first + len(weights)] = shares
         if kind:
             dtype = _DTYPES[int(kind) - 1]
-    return total_loss(losses, tuple(everyones), dtype)
+    return Losses(losses, tuple(everyones), dtype)
 
 
 @dataclass(frozen=True, slots=True)
