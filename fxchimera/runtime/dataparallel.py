@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
+
 from fxchimera.runtime.world import World
 
 __all__ = ["DataParallel"]
@@ -21,3 +23,16 @@ class DataParallel:
     def data_parallel_rank(self) -> int:
         """The number of this rank's pipeline, 0 to W - 1: ``rank`` for torch's ``DistributedSampler``."""
         return self._world.grid.pipeline
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """Torch's group of the W ranks that own the same parameters, by pipeline; None when ranks are threads.
+
+        It is made at the first use, by all ranks, and lives until ``close``.  For torch's ``ZeroRedundancyOptimizer``, which
+        shards the optimizer's state over the pipelines (ZeRO-1)::
+
+            optimizer = ZeroRedundancyOptimizer(
+                pipe.parameters(), optimizer_class=torch.optim.AdamW, process_group=pipe.data_parallel_group, lr=1e-3
+            )
+        """
+        return self._world.column()

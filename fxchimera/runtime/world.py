@@ -23,6 +23,7 @@ from fxchimera.runtime.circle import Circle
 from fxchimera.runtime.failure import Cause, Failure, Limits
 from fxchimera.runtime.grid import Grid
 from fxchimera.runtime.groups import Packets, connect, destroy, join, open_devices
+from fxchimera.runtime.localworld import LocalWorld
 from fxchimera.runtime.sharedfailure import GRACE_SECONDS, SharedFailure, make_store, resolve_cause
 from fxchimera.runtime.width import Width
 
@@ -61,49 +62,14 @@ class World(Protocol):
     def spread(self, value: Any, what: str) -> Any:
         """Return process 0's object on all processes."""
 
+    def column(self) -> dist.ProcessGroup | None:
+        """Return torch's group of this process and its counterparts, made when it is first asked for; None for threads."""
+
     def part(self) -> None:
         """Wait, with a bound, until every process is about to close; nothing after a failure."""
 
     def close(self) -> None:
         """Release threads and connections; may be called more than once."""
-
-
-class LocalWorld:
-    """Every rank is a thread of this process."""
-
-    def __init__(self, num_ranks: int, limits: Limits) -> None:
-        self.grid = Grid.of_threads(num_ranks)
-        self.counterparts: Width | None = None
-        self.ranks = tuple(range(num_ranks))
-        self.process = 0
-        self.num_processes = 1
-        self.failure = Failure(limits)
-
-    def gather(self, value: torch.Tensor, what: str) -> list[torch.Tensor]:
-        """Return the only process's value."""
-        return [value]
-
-    def gather_objects(self, value: Any, what: str) -> list[Any]:
-        """Return the only process's value."""
-        return [value]
-
-    def gather_in_pipeline(self, value: Any, what: str) -> list[Any]:
-        """Return the only process's value."""
-        return [value]
-
-    def collect(self, value: Any, what: str) -> list[Any]:
-        """Return the only process's value."""
-        return [value]
-
-    def spread(self, value: Any, what: str) -> Any:
-        """Return the only process's value."""
-        return value
-
-    def part(self) -> None:
-        """Nobody to wait for."""
-
-    def close(self) -> None:
-        """Nothing to release."""
 
 
 class DistributedWorld:
@@ -130,6 +96,7 @@ class DistributedWorld:
         self._packets = Packets(connect(store, "packets", self.process, range(self.num_processes), devices, timeout))
         self.counterparts: Width | None = None
         self._pipeline: Circle | None = None
+        self._column: dist.ProcessGroup | None = None
         if width > 1:
             pipeline, rank = self.grid.pipeline, self.grid.rank
             column = [row[rank] for row in self.grid.processes]
@@ -198,6 +165,15 @@ class DistributedWorld:
 
         return self._run(call)
 
+    def column(self) -> dist.ProcessGroup | None:
+        """Make torch's group of the counterparts, with the backend of the default group."""
+        self._check()
+        if self._column is None:
+            ranks = [row[self.grid.rank] for row in self.grid.processes]
+            timeout = datetime.timedelta(seconds=self.failure.limits.wait_seconds)
+            self._column = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        return self._column
+
     def part(self) -> None:
         """Wait until all ranks are here: one that left early would take the failure store, or a message in flight, from them."""
         if self._thread is not None:
@@ -218,6 +194,8 @@ class DistributedWorld:
             destroy(self._group)
         del self._group, self._packets
         self._pipeline = None
+        if self._column is not None:
+            destroy(self._column)
         if self.counterparts is not None:
             self.counterparts.close()
         self._shared.stop()
