@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fxchimera.errors import PartitionError as PartitionError
     from fxchimera.errors import PipelineError as PipelineError
     from fxchimera.errors import ScheduleError as ScheduleError
+    from fxchimera_passes.marker import split as split
 
 __all__ = [
     "BatchError",
@@ -28,6 +29,7 @@ __all__ = [
     "ScheduleError",
     "pipeline",
     "reference",
+    "split",
 ]
 __version__ = "0.1.0"
 
@@ -38,6 +40,10 @@ def __getattr__(name: str) -> Any:
         from fxchimera import api
 
         return getattr(api, name)
+    if name == "split":
+        from fxchimera_passes import marker
+
+        return marker.split
     if name in __all__:
         from fxchimera import errors
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fxchimera.errors import CoarseCutWarning, ScheduleError
+from fxchimera.interop import SplitPoints, plain
 from fxchimera.pipe import Pipeline
 from fxchimera.planner.caps import Cap
 from fxchimera.planner.draft import Auto, Draft, draft
@@ -36,6 +37,7 @@ from fxchimera.runtime.world import World, make_world
 from fxchimera.schedule.families import make_order
 from fxchimera.schedule.order import Order
 from fxchimera_passes.plan import StagePlan
+from fxchimera_passes.points import Place
 
 __all__ = ["Pipeline", "pipeline", "reference"]
 
@@ -52,7 +54,7 @@ def pipeline(
     n_microbatches: int,
     data_parallel: int | None = None,
     schedule: Schedule = "auto",
-    split_points: Sequence[str] = (),
+    split_points: SplitPoints = (),
     loss_weight: LossWeight = "samples",
     args_chunk_spec: Sequence[Any] | None = None,
     kwargs_chunk_spec: Mapping[str, Any] | None = None,
@@ -77,7 +79,8 @@ def pipeline(
     Args:
         model: Any ``nn.Module``, in training mode if it is to be trained.  Built under ``torch.device("meta")`` it has no weights;
             then every rank gets those that it owns, and no others, from ``checkpoint``, or as the model's own
-            ``reset_parameters``, ``_init_weights`` or ``init_weights`` say, the same for every ``num_stages``.
+            ``reset_parameters``, ``_init_weights`` or ``init_weights`` say, the same for every ``num_stages``.  A ``Pipe`` of
+            ``torch.distributed.pipelining`` is cut where it is; it takes micro-batches of the shape that it was traced with.
         example_args: Positional arguments of one batch, as ``step`` will get it.
         example_kwargs: Keyword arguments of one batch.
         loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` when ``step`` gets no target; None when the model returns
@@ -89,8 +92,9 @@ def pipeline(
             (two stages a rank), both directions, or both with V; for any D.  A rank holds at most the activations of D
             micro-batches in 1/D of the model, or what ``memory`` allows, and a second copy of a stage where the model allows it.
             Or "chimera" (even D), "1f1b", "gpipe" or another family, an :class:`Order`, or a callable ``(D, N) -> Order``.
-        split_points: Qualified names of the modules that begin a new stage, instead of the automatic cut; for "auto" D-1 of them,
-            or 2D-1 for two stages a rank.
+        split_points: Qualified names of the modules that begin a new stage, or a dict from names to torch's ``SplitPoint``
+            (BEGINNING or END), instead of the automatic cut; for "auto" D-1 of them, or 2D-1 for two stages a rank.  Without it the
+            cuts are where the forward calls :func:`fxchimera.split`, or torch's ``pipe_split``, if it does.
         loss_weight: How a micro-batch counts: "samples" (by rows), "sum" (the loss is a sum), an ignore_index (by targets that are
             not it), or a callable ``(target, args, kwargs) -> number``.
         args_chunk_spec: Batch dimension of each positional argument where it is not the first: torch's ``TensorChunkSpec``, an
@@ -128,6 +132,7 @@ def pipeline(
     """
     check_policy(nan)
     order = _order(schedule, num_stages, n_microbatches)
+    model, cuts = plain(model, split_points, _stages(order))
     world = make_world(num_stages, Limits(wait_seconds), data_parallel)
     try:
         specs = ChunkSpecs(args=args_chunk_spec, kwargs=kwargs_chunk_spec, target=target_chunk_spec)
@@ -143,7 +148,7 @@ def pipeline(
                 found,
                 shares,
                 order,
-                split_points=split_points,
+                split_points=cuts,
                 memory=memory,
                 optimizer_values=optimizer_values,
                 recompute=recompute,
@@ -158,6 +163,9 @@ def pipeline(
             materialise(made.captured, owner, world.ranks, read, Weights(checkpoint, param_init_fn, chosen_seed))
             return made
 
+        programs, plan = _plan(
+            model, batch, order, cuts, cost, world, memory, optimizer_values, recompute, profiled if profile else None
+        )
         chosen_seed = world.spread(torch.initial_seed() if seed is None else seed, "pipeline()")
         programs, plan = _plan(model, batch, order, split_points, cost, world, memory, optimizer_values, recompute, settled)
         return Pipeline(
@@ -178,7 +186,7 @@ def reference(
     num_stages: int,
     n_microbatches: int,
     schedule: Schedule = "auto",
-    split_points: Sequence[str] = (),
+    split_points: SplitPoints = (),
     loss_weight: LossWeight = "samples",
     args_chunk_spec: Sequence[Any] | None = None,
     kwargs_chunk_spec: Mapping[str, Any] | None = None,
@@ -197,9 +205,10 @@ def reference(
     """
     order = _order(schedule, num_stages, n_microbatches)
     refuse_meta(model, "reference()")
+    model, cuts = plain(model, split_points, _stages(order))
     specs = ChunkSpecs(args=args_chunk_spec, kwargs=kwargs_chunk_spec, target=target_chunk_spec)
     batch = divide(args, kwargs, target, n_microbatches, specs)
-    programs, plan = _plan(model, batch, order, split_points, "analytic", None)
+    programs, plan = _plan(model, batch, order, cuts, "analytic", None)
     chosen_seed = torch.initial_seed() if seed is None else seed
     found = true_programs(programs, batch, seed=chosen_seed, step=step)
     return run_reference(
@@ -231,11 +240,16 @@ def _order(schedule: Schedule, num_stages: int, n_microbatches: int) -> Order | 
     return order
 
 
+def _stages(order: Order | Auto) -> tuple[int, ...]:
+    """The numbers of stages that the model may be cut into."""
+    return (order.num_ranks, 2 * order.num_ranks) if isinstance(order, Auto) else (order.placement.num_stages,)
+
+
 def _plan(
     model: nn.Module,
     batch: Batch,
     order: Order | Auto,
-    split_points: Sequence[str],
+    split_points: Sequence[Place],
     cost: str,
     world: World | None,
     memory: Cap | Sequence[Cap] | None = None,

@@ -6,90 +6,78 @@
     torch's Pipe, our schedules       fxchimera.pipeline(pipe, ...)
 
 torch's schedules need micro-batches of one size and shape, one way through the model, and no tied parameters in different stages;
-what would train wrongly, or hang, there is refused here.  The private names of torch that this needs are those of torch 2.13.
+what would train wrongly, or hang, there is refused here.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import microbatch as torch_microbatch
-from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining import Pipe, SplitPoint
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.pipelining.stage import PipelineStage
 
-from fxchimera.errors import BatchError, FxChimeraError
+from fxchimera.errors import BatchError, FxChimeraError, PartitionError
 from fxchimera.planner.draft import draft
 from fxchimera.planner.table import Plan
 from fxchimera.runtime.loss import LossFn, LossWeight, loss_of, weights_of
 from fxchimera.runtime.microbatch import Batch, ChunkSpecs, MicroBatch, describe, dimensions, divide
+from fxchimera.runtime.pippy import TorchStage, any_order, chunk_spec, example_tensors
 from fxchimera.runtime.program import Program
+from fxchimera.runtime.torch_pipe import stages_of, whole_model
 from fxchimera.schedule.families import make_order
-from fxchimera.schedule.files import one_way_only, write_csv_file
+from fxchimera.schedule.files import one_way_only
 from fxchimera.schedule.order import Order
-from fxchimera_passes._torch import is_view
 from fxchimera_passes.captured import TensorMeta, info
 from fxchimera_passes.keyed import microbatch_randomness
+from fxchimera_passes.points import After, Place
 from fxchimera_passes.split import StageGraph
 from fxchimera_passes.structure import flatten
 
-__all__ = ["TorchRunner", "TorchStage", "TorchStages", "original_names", "torch_stages"]
+__all__ = ["SplitPoints", "TorchRunner", "TorchStage", "TorchStages", "original_names", "plain", "torch_stages"]
 
 TorchSchedule = Callable[..., Any]
+SplitPoints = Sequence[str] | Mapping[str, SplitPoint]
 
 
-class _Entry(torch.autograd.Function):
-    """Hands a tensor through, and makes its gradient contiguous: torch's split backward sends gradients as they come."""
+def places(split_points: SplitPoints) -> tuple[Place, ...]:
+    """The cuts that a user names: modules that begin a stage, or torch's ``split_spec``, which says of each whether it ends one.
 
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
-        return gradient.contiguous()
-
-
-def _entered(tensor: Tensor) -> Tensor:
-    """What arrives, such that its gradient can be sent."""
-    entry: Tensor = _Entry.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
-    return entry
-
-
-def _sendable(tensor: Tensor) -> Tensor:
-    """A tensor that gloo takes, and that torch may detach in place, which it may not do to a view."""
-    return tensor.clone(memory_format=torch.contiguous_format) if is_view(tensor) else tensor.contiguous()
-
-
-class TorchStage(nn.Module):
-    """A stage of a model as torch's ``PipelineStage`` calls it; parameters have the model's own names, and are its own.
-
-    The first stage takes those tensors of the batch that it reads, in order; a later one takes what the stage before sent, and by
-    keyword (``input_2``) what it reads of the batch itself.  Returns a tuple of what it sends, or of the model's output tensors.
+    Raises:
+        PartitionError: It is one name alone, or a value is no ``SplitPoint``.
     """
+    if isinstance(split_points, str):
+        raise PartitionError(f"split_points is the text {split_points!r}; write a list of names: [{split_points!r}]")
+    if not isinstance(split_points, Mapping):
+        return tuple(split_points)
+    for name, point in split_points.items():
+        if not isinstance(point, SplitPoint):
+            raise PartitionError(f"split_points[{name!r}] is {point!r}; it must be SplitPoint.BEGINNING or SplitPoint.END")
+    return tuple(After(name) if point is SplitPoint.END else name for name, point in split_points.items())
 
-    def __init__(self, graph: StageGraph, model: nn.Module, *, last: bool) -> None:
-        super().__init__()
-        bound = graph.bind(model)
-        self._modules, self._parameters, self._buffers = bound._modules, bound._parameters, bound._buffers
-        self.index, self.training = graph.stage.index, model.training
-        self.inputs = tuple(f"input_{position}" for position in graph.stage.inputs)
-        self._run, self._last = bound.forward, last
 
-    def forward(self, *received: Tensor, **inputs: Tensor) -> tuple[Tensor, ...]:
-        """Run the stage; keywords of other stages on this rank are ignored."""
-        own = [inputs[name] for name in self.inputs] if self.index else ()
-        entered = map(_entered, received) if self.index else received
-        sent = self._run(*entered, *own)
-        return tuple(sent) if self._last else tuple(map(_sendable, sent))
+def plain(model: nn.Module, split_points: SplitPoints, stages: Sequence[int]) -> tuple[nn.Module, tuple[Place, ...]]:
+    """What is to be recorded, and where to cut it: torch's ``Pipe`` is taken apart, and cut where it is unless cuts are given.
+
+    Raises:
+        PartitionError: The pipe has another number of stages than one of ``stages``.
+        FxChimeraError: The pipe cannot be taken apart.
+    """
+    cuts = places(split_points)
+    if not isinstance(model, Pipe):
+        return model, cuts
+    found = stages_of(model)
+    if not cuts and len(found) not in stages:
+        raise PartitionError(
+            f"the Pipe has {len(found)} stages ({', '.join(found)}), the schedule needs {' or '.join(map(str, stages))}; pass "
+            "another num_stages, or split_points= with the names of those that begin a stage"
+        )
+    return whole_model(model), cuts or found[1:]
 
 
 def torch_stages(
@@ -100,7 +88,7 @@ def torch_stages(
     num_stages: int,
     n_microbatches: int,
     schedule: str | Order = "1f1b",
-    split_points: Sequence[str] = (),
+    split_points: SplitPoints = (),
     args_chunk_spec: Sequence[Any] | None = None,
     kwargs_chunk_spec: Mapping[str, Any] | None = None,
     target_chunk_spec: Any = 0,
@@ -128,7 +116,7 @@ def torch_stages(
     specs = ChunkSpecs(args=args_chunk_spec, kwargs=kwargs_chunk_spec, target=target_chunk_spec)
     batch = divide(example_args, dict(example_kwargs or {}), None, n_microbatches, specs)
     example = batch.microbatches[0]
-    made = draft(model, example.args, example.kwargs, order, split_points=split_points, recompute="none")
+    made = draft(model, example.args, example.kwargs, order, split_points=places(split_points), recompute="none")
     readers: dict[str, list[int]] = {}
     for stage in made.cut.stages:
         for name in stage.parameters:
@@ -179,8 +167,8 @@ class TorchStages:
             index,
             len(self.program.graphs),
             place,
-            input_args=_like([value.meta for value in graph.stage.received] if index else first, place),
-            output_args=_like(self._sent(graph), place),
+            input_args=example_tensors([value.meta for value in graph.stage.received] if index else first, place),
+            output_args=example_tensors(self._sent(graph), place),
             group=group,
         )
 
@@ -266,12 +254,12 @@ class TorchRunner:
     def _made(self, schedule: TorchSchedule | None) -> Any:
         """The schedule object, told how to divide what this rank passes to it."""
         dims = dimensions(self.stages.example.args, self.stages.example.kwargs, self.stages.specs)
-        positional, named = self._split([_spec(dim) for dim in dims])
+        positional, named = self._split([chunk_spec(dim) for dim in dims])
         options: dict[str, Any] = {"loss_fn": self._loss, "args_chunk_spec": tuple(positional) or None}
         options["kwargs_chunk_spec"] = named or None
         count = self.stages.order.placement.n_microbatches
         if schedule is None:
-            return _loaded(_runtime()(list(self.mine), count, **options), self.stages.order)
+            return any_order(self.stages.order, self.mine, **options)
         several = isinstance(schedule, type) and issubclass(schedule, PipelineScheduleMulti)
         return schedule(list(self.mine) if several else self.mine[0], count, **options)
 
@@ -307,32 +295,3 @@ def _shapes(microbatch: MicroBatch) -> list[str]:
 def original_names(state: Mapping[str, Any]) -> dict[str, Any]:
     """The state dict of a wrapped ``Pipe`` under the names of the model that torch traced: without ``submod_pp_0.``."""
     return {name.split(".", 1)[1] if name.startswith("submod_pp_") else name: value for name, value in state.items()}
-
-
-def _runtime() -> Any:
-    """Torch's class that runs any order (torch 2.13: ``_PipelineScheduleRuntime``)."""
-    found = getattr(torch_schedules, "_PipelineScheduleRuntime", None)
-    if found is None:
-        raise FxChimeraError(
-            f"torch {torch.__version__} has no torch.distributed.pipelining.schedules._PipelineScheduleRuntime (torch 2.13 has); "
-            "pass one of torch's schedule classes"
-        )
-    return found
-
-
-def _loaded(runtime: Any, order: Order) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        write_csv_file(order, path := Path(folder, "order.csv"))
-        runtime._load_csv(str(path), format="compute_only")
-    return runtime
-
-
-def _spec(dim: int | None) -> Any:
-    """How torch is told to divide a tensor; to repeat one has a private name (torch 2.13: ``_Replicate``)."""
-    spec: Any = torch_microbatch.TensorChunkSpec
-    return spec(dim) if dim is not None else torch_microbatch._Replicate()
-
-
-def _like(metas: Sequence[TensorMeta], device: torch.device) -> tuple[Tensor, ...]:
-    """Tensors of these shapes and dtypes, contiguous as they are sent."""
-    return tuple(torch.empty(meta.shape, dtype=meta.dtype, device=device).requires_grad_(meta.requires_grad) for meta in metas)

@@ -12,13 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import pipelining
 
-from fxchimera.interop import torch_stages
+import fxchimera
+from fxchimera.interop import original_names, torch_stages
 from fxchimera.schedule.order import Order
 from tests.local.wrapped import wrap
 from tests.models import MODELS, Example
+from tests.pipes import N, batch, tagger, token_loss, traced
 from tests.workers import owned_gradients, rank
 
-__all__ = ["RATE", "STEPS", "Run", "example_of", "joined", "train_both"]
+__all__ = ["RATE", "STEPS", "Run", "example_of", "joined", "train_both", "train_pipe_both"]
 
 STEPS = 2
 RATE = 0.1
@@ -74,6 +76,32 @@ def train_both(name: str, stages: int, n: int, schedule: str | Order, theirs: st
     """Ours, torch's."""
     with joined():
         return train_by_us(name, stages, n, schedule), train_by_torch(name, stages, n, schedule, theirs)
+
+
+def train_pipe_both(stages: int) -> tuple[Run, Run]:
+    """A ``Pipe`` of torch's under our 1F1B and under torch's, ours first; names are those of the traced model.
+
+    torch 2.13 cannot run a stage but the first that reads the batch, so none does.
+    """
+    tokens, mask = batch()
+    with joined():
+        ours = traced(tagger(tied=False, late=False), stages)
+        with fxchimera.pipeline(
+            ours, example_args=(tokens, mask), loss_fn=token_loss, num_stages=stages, n_microbatches=N, schedule="1f1b"
+        ) as pipe:
+            first = _trained(
+                lambda: pipe.step(tokens, mask, target=tokens), lambda: original_names(owned_gradients(pipe)), pipe.parameters()
+            )
+        stage = traced(tagger(tied=False, late=False), stages).build_stage(rank(), torch.device("cpu"))
+        schedule = pipelining.Schedule1F1B(stage, N, loss_fn=token_loss)
+
+        def step() -> Tensor | None:
+            losses: list[Tensor] = []
+            schedule.step(*((tokens, mask) if rank() == 0 else ()), target=tokens, losses=losses)
+            return torch.stack(losses).mean().detach() if losses else None
+
+        named = dict(stage.submod.named_parameters())
+        return first, _trained(step, lambda: {key: _copy(parameter) for key, parameter in named.items()}, named.values())
 
 
 def _trained(step: Callable[[], Tensor | None], gradients: Callable[[], dict[str, Any]], parameters: Any) -> Run:

@@ -16,6 +16,7 @@ from fxchimera_passes.captured import Captured
 from fxchimera_passes.cost import NodeCosts
 from fxchimera_passes.fitting import Room, Share
 from fxchimera_passes.plan import Load, Stage, StagePlan
+from fxchimera_passes.points import Place
 from fxchimera_passes.stages import Ground, make_plan
 
 __all__ = ["Memory", "choose_cut", "sizes_of"]
@@ -25,7 +26,7 @@ def choose_cut(
     captured: Captured,
     costs: NodeCosts,
     order: Order,
-    split_points: Sequence[str],
+    split_points: Sequence[Place],
     memory: Memory | None = None,
     measures: Measures | None = None,
     ground: Ground | None = None,

@@ -25,6 +25,7 @@ from fxchimera_passes.captured import Captured
 from fxchimera_passes.cost import NodeCosts, analytic, measured
 from fxchimera_passes.deferrable import with_deferrable
 from fxchimera_passes.plan import StagePlan
+from fxchimera_passes.points import Place, modules_of
 
 __all__ = ["Auto", "Draft", "arrange", "draft"]
 
@@ -67,7 +68,7 @@ def draft(
     kwargs: Mapping[str, Any],
     order: Order | Auto,
     *,
-    split_points: Sequence[str] = (),
+    split_points: Sequence[Place] = (),
     cost: str = "analytic",
     memory: Cap | Sequence[Cap] | None = None,
     optimizer_values: float = 2.0,
@@ -82,7 +83,7 @@ def draft(
         args: positional inputs of one micro-batch.
         kwargs: keyword inputs.
         order: what every rank will do, or that it is to be searched, together with the cut.
-        split_points: names of the modules that begin a stage, instead of the automatic cut.
+        split_points: where stages begin (names of modules); else where the forward is marked; else the automatic cut.
         cost: "analytic" or "measured".
         memory: the most that a rank may need, for all ranks or by rank.
         optimizer_values: numbers that the optimizer keeps for each parameter (AdamW: 2).
@@ -102,7 +103,7 @@ def draft(
         raise FxChimeraError(f'cost must be "analytic" or "measured", got {cost!r}')
     if cost == "measured" and any(parameter.is_meta for parameter in model.parameters()):
         raise FxChimeraError('cost="measured" needs weights, but some are on the meta device; use cost="analytic"')
-    captured = capture(model, args, kwargs, num_stages=num_stages, opened=split_points, coarse=True)
+    captured = capture(model, args, kwargs, num_stages=num_stages, opened=modules_of(split_points), coarse=True)
     if cost == "measured":
         costs = measured(captured, args, kwargs)
         costs = agreed(costs) if agreed is not None else costs
@@ -125,7 +126,7 @@ def arrange(
     costs: NodeCosts,
     order: Order | Auto,
     *,
-    split_points: Sequence[str] = (),
+    split_points: Sequence[Place] = (),
     memory: Cap | Sequence[Cap] | None = None,
     optimizer_values: float = 2.0,
     measures: Measures | None = None,
@@ -140,11 +141,13 @@ def arrange(
     caps = caps_of(memory, order.num_ranks if isinstance(order, Auto) else order.placement.num_ranks)
     sizes = sizes_of(captured, optimizer_values=optimizer_values)
     known = measures or Measures()
+    one = order.num_ranks == 1 if isinstance(order, Auto) else order.placement.num_stages == 1
+    places = split_points or (() if one else captured.marks)
 
     def arranged(relief: Relief | None) -> Draft:
         if isinstance(order, Auto):
-            return _searched(captured, costs, order, split_points, sizes, caps, known, relief)
-        return _cut(captured, costs, order, split_points, sizes, caps, known, relief)
+            return _searched(captured, costs, order, places, sizes, caps, known, relief)
+        return _cut(captured, costs, order, places, sizes, caps, known, relief)
 
     *others, last = reliefs(recompute, captured, costs, capped=bool(caps))
     for relief in others:
@@ -161,7 +164,7 @@ def _cut(
     captured: Captured,
     costs: NodeCosts,
     order: Order,
-    split_points: Sequence[str],
+    split_points: Sequence[Place],
     sizes: Sizes,
     caps: tuple[int, ...],
     known: Measures,
@@ -179,7 +182,7 @@ def _searched(
     captured: Captured,
     costs: NodeCosts,
     wanted: Auto,
-    split_points: Sequence[str],
+    split_points: Sequence[Place],
     sizes: Sizes,
     caps: tuple[int, ...],
     measures: Measures,

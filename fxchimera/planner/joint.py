@@ -34,6 +34,7 @@ from fxchimera.schedule.templates import Shape, shapes
 from fxchimera_passes.captured import Captured
 from fxchimera_passes.cost import NodeCosts
 from fxchimera_passes.plan import StagePlan
+from fxchimera_passes.points import Place
 from fxchimera_passes.stages import Ground
 
 __all__ = ["Joint"]
@@ -65,7 +66,7 @@ class Joint:
     num_ranks: int
     n_microbatches: int
     copies: int
-    split_points: Sequence[str]
+    split_points: Sequence[Place]
     sizes: Sizes
     caps: tuple[int, ...]
     measures: Measures

@@ -25,6 +25,7 @@ from fxchimera.schedule.order import Order
 from fxchimera.schedule.profile import Costs, SyncEdge
 from fxchimera_passes.cost import NodeCosts
 from fxchimera_passes.plan import Stage, StagePlan
+from fxchimera_passes.points import Place
 
 __all__ = ["calibrated", "costs_by_stage", "measured_plan", "measures_of", "replanned"]
 
@@ -120,7 +121,7 @@ def replanned(
     shares: NodeCosts,
     order: Order | Auto,
     *,
-    split_points: Sequence[str] = (),
+    split_points: Sequence[Place] = (),
     memory: Cap | Sequence[Cap] | None = None,
     optimizer_values: float = 2.0,
     recompute: Recompute = AUTO,

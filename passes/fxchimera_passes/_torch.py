@@ -49,6 +49,7 @@ __all__ = [
     "makes_view",
     "memory_is_shared",
     "new_fake_mode",
+    "operator_name",
     "override_tables",
     "profiling",
     "quiet",
@@ -135,6 +136,11 @@ class MemoryRef:
 def version(tensor: Tensor) -> int:
     """Count the in-place writes that ``tensor`` has seen."""
     return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def operator_name(operator: OpOverload) -> str:
+    """Return the name of an operator without its overload, as "aten::add"."""
+    return str(operator._schema.name)
 
 
 def is_view(tensor: Tensor) -> bool:

@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from fxchimera_passes.structure import Structure
 
-__all__ = ["Answer", "Assumption", "CaptureReport", "Captured", "Guard", "NodeInfo", "RandomKey", "TensorMeta", "info"]
+__all__ = ["Answer", "Assumption", "CaptureReport", "Captured", "Guard", "Marked", "NodeInfo", "RandomKey", "TensorMeta", "info"]
 
 
 Answer = bool | int
@@ -128,6 +128,18 @@ class Assumption:
     answer: Answer
 
 
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """A place in the graph that the user's forward marked as a cut: before ``node`` ("": after all), by a call at ``line``.
+
+    Where it lies inside a module that is one call of the graph, ``hidden`` says in which, and why.
+    """
+
+    node: str
+    line: str
+    hidden: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureReport:
     """Why the capture looks as it does; printed to the user when something goes wrong.
@@ -166,6 +178,7 @@ class Captured:
     ``assumed`` are the answers that the recording took where the forward reads a value that depends on parameters, in the order of
     the reads.  ``beside`` maps a parameter that only other answers lead to, as far as they were tried, to one that is read next to
     it there.  ``install`` does what the model does on its first call: hooks, and flags that say so.
+    ``marks`` are the split markers that ran, in order.
     """
 
     graph: fx.Graph
@@ -185,6 +198,7 @@ class Captured:
     assumed: tuple[Assumption, ...] = ()
     beside: Mapping[str, str] = field(default_factory=dict)
     install: Callable[[], None] = _nothing
+    marks: tuple[Marked, ...] = ()
 
 
 _NOTHING = NodeInfo()

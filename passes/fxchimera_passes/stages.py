@@ -24,7 +24,7 @@ from fxchimera_passes.fitting import Room, candidates
 from fxchimera_passes.liveness import Liveness, sweep
 from fxchimera_passes.loops import with_loops
 from fxchimera_passes.plan import Load, Stage, StagePlan
-from fxchimera_passes.points import positions_of
+from fxchimera_passes.points import Place, positions_of
 from fxchimera_passes.transfer import transfer
 from fxchimera_passes.trial import Trial
 
@@ -107,7 +107,7 @@ def make_plan(
     costs: NodeCosts,
     num_stages: int,
     *,
-    split_points: Sequence[str] = (),
+    split_points: Sequence[Place] = (),
     score: Score | None = None,
     room: Room | None = None,
     ground: Ground | None = None,
@@ -120,7 +120,7 @@ def make_plan(
         captured: the recording to cut.
         costs: seconds per node.
         num_stages: how many stages, at least 1.
-        split_points: qualified names of the modules that begin stages 1, 2, ... instead of a balanced cut.
+        split_points: where stages 1, 2, ... begin (qualified names of modules), instead of a balanced cut.
         score: predicted seconds of one step with these stages; the smallest wins.  Called some hundred times.
         room: the memory of the ranks; a cut that does not fit is not made.
         ground: that of the recording and the costs, if it is known.

@@ -63,3 +63,16 @@ def test_both_runtimes_train_as_the_plain_model(
             gradients = union([run["gradients"][number] for run in runs])
             for loss in losses:
                 assert_close(Outcome(loss, gradients), expected, TOLERANCE[torch.float64])
+
+
+@pytest.mark.matrix
+def test_a_pipe_of_torchs_trains_alike_under_both_runtimes(processes: Pool) -> None:
+    """Losses and gradients of two steps; a value of the first stage goes to the last."""
+    answers = processes.run(2, interop_ranks.train_pipe_both, 2, limit=120.0)
+    for number in range(STEPS):
+        ours, theirs = ([answer[whose] for answer in answers] for whose in (0, 1))
+        loss = next(run["losses"][number] for run in theirs if run["losses"][number] is not None)
+        expected = Outcome(loss, union([run["gradients"][number] for run in theirs]))
+        found = union([run["gradients"][number] for run in ours])
+        for run in ours:
+            assert_close(Outcome(run["losses"][number], found), expected, TOLERANCE[torch.float64])

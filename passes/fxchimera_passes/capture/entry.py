@@ -15,6 +15,7 @@ from fxchimera_passes.capture.fakes import capture_device, fake_model
 from fxchimera_passes.capture.finish import finish
 from fxchimera_passes.capture.installed import Look
 from fxchimera_passes.capture.lines import line_of
+from fxchimera_passes.capture.marks import reasons
 from fxchimera_passes.capture.names import parameter_aliases
 from fxchimera_passes.capture.opening import can_open, choose, choose_around, refusal
 from fxchimera_passes.capture.patches import RECORDING
@@ -74,15 +75,14 @@ def capture(
         explored, settled = job.fullest(settle=True), False
         job.profile = profile = explored.recording[0].profile
         around = choose_around(profile, model, job.closed, opened)
-        job.opened.update({name: f"the split point {point!r} lies in it" for name, point in around.items() if name})
+        job.opened.update(reasons(around, () if opened else explored.recording[0].marks, model, job.closed))
         while (more := choose(profile, model, job.closed, job.opened, limit=grain * job.limit)) or not settled:
             job.opened.update(more)
             explored, settled = job.fullest(settle=False), True
             profile = explored.recording[0].profile  # a forward that draws has called other modules this time
-        captured = replace(job.described(*explored.recording), beside=explored.beside, install=look.since().put)
-    for name in around.keys() & job.closed.keys():
-        raise refusal(model, around[name], name, job.closed[name])
-    return captured
+        for name in around.keys() & job.closed.keys():
+            raise refusal(model, around[name], name, job.closed[name])
+        return replace(job.described(*explored.recording), beside=explored.beside, install=look.since().put)
 
 
 def recapture(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import fx, nn
 
+from fxchimera_passes.capture.marks import surviving_marks
 from fxchimera_passes.capture.recorder import Recorder
 from fxchimera_passes.capture.snapshots import snapshot_buffers
 from fxchimera_passes.captured import Captured, CaptureReport, info
@@ -28,7 +29,8 @@ def finish(
     treated = snapshot_buffers(writer, grad_enabled=recorder.grad_enabled)
     writer.pins += [(writer.order[alias], end) for alias, end in writer.stale if writer.storage.get(alias) not in treated]
     nodes = [node for node in writer.graph.nodes if node.op != "output"]
-    ranges = _surviving(writer.pins, [writer.order[node] for node in nodes])
+    positions = [writer.order[node] for node in nodes]
+    ranges = _surviving(writer.pins, positions)
     ranges += _objects(nodes) + _buffers(nodes)
     writer.graph.lint()
     return Captured(
@@ -45,6 +47,7 @@ def finish(
         device=recorder.device,
         grad_enabled=recorder.grad_enabled,
         host_keys=tuple(recorder.host_keys),
+        marks=surviving_marks(recorder.marks, positions, [node.name for node in nodes], model, report.closed),
     )
 
 

@@ -21,6 +21,7 @@ from fxchimera_passes.capture.hostdraws import HostDraws
 from fxchimera_passes.capture.leaning import leaning
 from fxchimera_passes.capture.libraries import values_readable
 from fxchimera_passes.capture.lines import user_line
+from fxchimera_passes.capture.marks import Mark
 from fxchimera_passes.capture.modules import ModuleRule
 from fxchimera_passes.capture.names import Names
 from fxchimera_passes.capture.patches import patched
@@ -88,7 +89,8 @@ class Recorder:
         self.frames = Frames(model)
         names = Names(model)
         self.original_buffers: dict[str, Tensor] = names.slots(model.modules())
-        self.watch = Watch(self.frames.draw, lambda tensor: names.tensor(tensor) is not None)
+        self.marks: list[Mark] = []
+        self.watch = Watch(self.frames.draw, lambda tensor: names.tensor(tensor) is not None, self._mark_cut)
         self.watch.saved.leave_out([*model.parameters(), *model.buffers()])
         self.writer = GraphWriter(names, self.frames, self.watch, device)
         self.functions = FunctionRule(self)
@@ -154,6 +156,10 @@ class Recorder:
         self.notes.append(
             f"{what} at {line} saves no memory, as the calls of {owner} are recorded one by one: move that region into a submodule"
         )
+
+    def _mark_cut(self) -> None:
+        closed = tuple(call.name for call in self.frames.stack if not call.opened)
+        self.marks.append(Mark(len(self.writer.order), user_line(), closed))
 
     def refuse_smuggled(self, reader: str, seen: Seen) -> None:
         """Notice that a call read a tensor without having been given it.

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxchimera_passes._torch import FakeTensor, OpOverload, TorchDispatchMode, storage_key, written
+from fxchimera_passes._torch import FakeTensor, OpOverload, TorchDispatchMode, operator_name, storage_key, written
 from fxchimera_passes.capture.flops import bytes_of, dear, flops_of, tensors_in
 from fxchimera_passes.capture.lines import user_line
 from fxchimera_passes.capture.saved import Saved
 from fxchimera_passes.captured import RandomKey
 from fxchimera_passes.keyed import is_random
+from fxchimera_passes.marker import MARKERS
 
 __all__ = ["Seen", "Watch"]
 
@@ -58,11 +59,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         draw: names the random operation that runs now.
         named: tells whether a tensor is a parameter or buffer of the model.
+        mark: notes a split marker that runs now.
     """
 
-    def __init__(self, draw: Callable[[], RandomKey], named: Callable[[Tensor], bool]) -> None:
+    def __init__(self, draw: Callable[[], RandomKey], named: Callable[[Tensor], bool], mark: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.draw, self.named = draw, named
+        self.draw, self.named, self.mark_cut = draw, named, mark
         self.seen = Seen()
         self.saved = Saved(lambda: self.seen)
         self.flops = 0.0
@@ -103,6 +105,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)
+        if operator_name(func) in MARKERS:
+            return self.mark_cut()
         if self.operator is None:
             return self._run(func, args, kwargs)
         with self.node() as seen:
