@@ -163,11 +163,8 @@ def pipeline(
             materialise(made.captured, owner, world.ranks, read, Weights(checkpoint, param_init_fn, chosen_seed))
             return made
 
-        programs, plan = _plan(
-            model, batch, order, cuts, cost, world, memory, optimizer_values, recompute, profiled if profile else None
-        )
         chosen_seed = world.spread(torch.initial_seed() if seed is None else seed, "pipeline()")
-        programs, plan = _plan(model, batch, order, split_points, cost, world, memory, optimizer_values, recompute, settled)
+        programs, plan = _plan(model, batch, order, cuts, cost, world, memory, optimizer_values, recompute, settled)
         return Pipeline(
             model, programs, plan.order, world, plan=plan, loss_fn=loss_fn, loss_weight=loss_weight, specs=specs,
             seed=chosen_seed, nan=nan,
