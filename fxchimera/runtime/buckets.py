@@ -27,7 +27,7 @@ from fxchimera.runtime.width import Width
 from fxchimera.schedule.action import Action, Kind
 from fxchimera.schedule.order import Order
 
-__all__ = ["Bucket", "Buckets", "Need", "Reduction", "buckets_of", "need_of"]
+__all__ = ["Bucket", "Buckets", "Need", "Reduction", "buckets_of", "from_mirror", "from_own"]
 
 _BUCKET_BYTES = 25 << 20  # as in torch's DistributedDataParallel
 
@@ -42,10 +42,13 @@ class Bucket:
     needs: frozenset[Need]
 
 
-def need_of(action: Action, pipe: int | None = None) -> Need:
-    """Return what a RECV_G fulfils, or the last backward of the replica in ``pipe``."""
-    if pipe is not None:
-        return ("own", pipe, action.stage)
+def from_own(pipe: int, stage: int) -> Need:
+    """What the last backward of an own replica brings."""
+    return ("own", pipe, stage)
+
+
+def from_mirror(action: Action) -> Need:
+    """What a RECV_G brings."""
     assert action.peer is not None
     return ("mirror", action.peer, action.stage)
 
@@ -57,10 +60,10 @@ def buckets_of(
     places: dict[Need, int] = {}
     for place, action in enumerate(order.ranks[rank]):
         if action.kind is Kind.RECV_G:
-            places[need_of(action)] = place
+            places[from_mirror(action)] = place
         elif action.kind in (Kind.B, Kind.W):  # the last one of a replica stays
             assert action.microbatch is not None
-            places[need_of(action, order.placement.pipe_of[action.microbatch])] = place
+            places[from_own(order.placement.pipe_of[action.microbatch], action.stage)] = place
     readers: dict[Need, frozenset[str]] = {}
     for need in places:
         source, first, stage = need

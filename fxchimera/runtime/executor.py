@@ -12,7 +12,8 @@ from collections.abc import Mapping
 import torch
 
 from fxchimera.errors import PipelineError
-from fxchimera.runtime.buckets import Buckets, need_of
+from fxchimera.runtime.buckets import Buckets
+from fxchimera.runtime.errands import Errands
 from fxchimera.runtime.exchange import Exchange
 from fxchimera.runtime.failure import Failure
 from fxchimera.runtime.job import Job, Result
@@ -27,15 +28,13 @@ from fxchimera.runtime.replica import Replica
 from fxchimera.runtime.report import KEPT_ACTIONS
 from fxchimera.runtime.script import Cue, Message, Script, Scripts
 from fxchimera.runtime.timed import Timed, shown
-from fxchimera.runtime.transport import Expected, Transport
+from fxchimera.runtime.transport import Transport
 from fxchimera.runtime.width import Width
 from fxchimera.runtime.wrongpath import WrongPaths
-from fxchimera.schedule.action import Action, Kind
-from fxchimera.schedule.channel import channel
+from fxchimera.schedule.action import Action
 from fxchimera.schedule.placement import Placement
 from fxchimera.schedule.timeline import Event
 from fxchimera_passes._torch import profiling
-from fxchimera_passes.captured import TensorMeta
 
 __all__ = ["Executor"]
 
@@ -109,9 +108,8 @@ class _Run:
         self._exchange, self._transport, self._job = executor.exchange, transport, job
         self._outbox: dict[Key, Payload] = {}
         self._losses: dict[int, torch.Tensor] = {}
-        self._refreshes: dict[int, list[Action]] = {}
         self._deferred_norms = len(placement.pipes) > 1 or buckets is not None
-        self._sums = buckets.begin(job.order) if buckets is not None and job.train and job.synchronised else None
+        self._errands = Errands(executor.rank, placement, executor.exchange, transport, job, buckets)
         self._wrong = WrongPaths(executor.rank, job, self.result)
         self._profiled = profiling()
         self._computes = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weight_part}
@@ -123,11 +121,8 @@ class _Run:
             for (pipe, _), replica in self._replicas.items():
                 replica.begin(self._placement.microbatches(pipe))
         self._exchange.alias_local()
-        self._gradients = deque(script.gradients)
-        for action in script.refreshes:
-            self._refreshes.setdefault(action.stage, []).append(action)
-        exchanged = [self._expected(action) for action in (*script.refreshes, *script.gradients)]
-        self._mailbox = Mailbox(self._transport, [*script.expected, *(one for one in exchanged if one.metas)])
+        self._mailbox = Mailbox(self._transport, [*script.expected, *self._errands.expected(script)])
+        self._errands.begin(script, self._mailbox)
 
     def act(self, cue: Cue) -> None:
         """Do one action."""
@@ -139,20 +134,18 @@ class _Run:
             self._attempt(cue)
         else:
             self._computes[cue.action.kind.value](cue)
-        if self._sums is not None and self._gradients and self._is_here(self._gradients[0]):
+        if self._errands.may_take_gradients():
             self._take_gradients()
 
     def finish(self) -> None:
         """Take what is still to come."""
-        for stage in list(self._refreshes):
-            self._refresh(stage)
+        self._errands.refresh_all(self._timed)
         if not self._job.train:
             for replica in self._replicas.values():
                 self._exchange.note_statistics(replica, self._job.step)
-        while self._gradients:
+        while self._errands.gradients:
             self._take_gradients()
-        if self._sums is not None:
-            self._sums.finish()
+        self._errands.finish()
 
     # ------------------------------------------------------------------ computes
 
@@ -170,8 +163,7 @@ class _Run:
         job, microbatch, program, replica = self._job, cue.microbatch, cue.program, cue.replica
         assert program is not None
         assert replica is not None
-        if self._refreshes:
-            self._refresh(cue.action.stage)
+        self._errands.refresh(cue.action.stage, self._timed)
         received: Payload = []
         if cue.reads is not None:
             received = self._take(cue.reads)
@@ -224,9 +216,7 @@ class _Run:
 
     def _close(self, cue: Cue) -> None:
         assert cue.replica is not None
-        self._exchange.close_replica(cue.replica, self._job.step)
-        if self._sums is not None:
-            self._sums.note(need_of(cue.action, cue.replica.pipe))
+        self._errands.close(cue.replica)
 
     # ------------------------------------------------------------------ messages
 
@@ -246,64 +236,14 @@ class _Run:
             if message.metas:
                 self._transport.send(message.channel, message.key, payload, message.metas)
             return
-        assert action.peer is not None
-        one = self._expected(action)
-        if action.kind is Kind.SEND_P:
-            payload = self._exchange.refresh_payload(action.stage, action.peer)
-        else:
-            payload = self._exchange.gradient_payload(action.stage, action.peer, self._moments(action.stage, self._rank))
-        if one.metas:
-            self._transport.send(one.channel, one.key, payload, one.metas)
+        self._errands.send(action)
 
     def _take_gradients(self) -> None:
         """Take the next mirror's gradients."""
-        action = self._gradients.popleft()
+        action = self._errands.gradients[0]
         self.position = Position(self._rank, action, self._placement)
-        assert action.peer is not None
         with self._timed(action):
-            payload = self._receive(action)
-        self._exchange.add_gradients(action.stage, action.peer, payload, self._moments(action.stage, action.peer))
-        if self._sums is not None:
-            self._sums.note(need_of(action))
-
-    def _is_here(self, action: Action) -> bool:
-        """Whether a message of the exchange between replicas can be taken without waiting."""
-        return not self._metas(action) or self._transport.has(channel(action, self._rank, self._placement))
-
-    def _receive(self, action: Action) -> Payload:
-        """Wait for a message of the exchange between replicas."""
-        one = self._expected(action)
-        return self._mailbox.take(one.channel, one.key, Position(self._rank, action, self._placement)) if one.metas else []
-
-    def _refresh(self, stage: int) -> None:
-        """Wait for the owners' parameters before the first compute of a mirror."""
-        for action in self._refreshes.pop(stage, ()):
-            assert action.peer is not None
-            with self._timed(action):
-                payload = self._receive(action)
-            self._exchange.refresh(stage, action.peer, payload)
-
-    def _expected(self, action: Action) -> Expected:
-        """Either end of a message of the exchange between replicas."""
-        return Expected(channel(action, self._rank, self._placement), Key.of(action), self._metas(action))
-
-    def _metas(self, action: Action) -> tuple[TensorMeta, ...]:
-        """Meta data of a message of the exchange between replicas."""
-        stage, receives = action.stage, action.kind.is_recv
-        assert action.peer is not None
-        if action.kind.content == "P":
-            mirror, owner = (self._rank, action.peer) if receives else (action.peer, self._rank)
-            return self._exchange.refresh_metas(stage, mirror, owner)
-        mirror, owner = (action.peer, self._rank) if receives else (self._rank, action.peer)
-        return self._exchange.gradient_metas(stage, mirror, owner, self._moments(stage, mirror))
-
-    def _moments(self, stage: int, mirror: int) -> list[tuple[int, int]]:
-        """The micro-batches, of this step and of those left unsynchronised before it, that a mirror has seen."""
-        if not self._deferred_norms:
-            return []
-        pipe = next(pipe for pipe, held in self._placement.replicas(mirror) if held == stage)
-        numbers = [self._job.batch.microbatches[microbatch].number for microbatch in self._placement.microbatches(pipe)]
-        return [(step, number) for step in self._job.pending_steps for number in numbers]
+            self._errands.take_gradients()
 
     def _timed(self, action: Action) -> Timed:
         return Timed(self._rank, action, self.result.events, profiled=self._profiled)
