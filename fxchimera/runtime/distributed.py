@@ -28,7 +28,7 @@ from fxchimera.runtime.message import Key, Parcel, Payload
 from fxchimera.runtime.receivepool import ReceivePool
 from fxchimera.runtime.sharedfailure import SharedFailure, resolve_cause
 from fxchimera.runtime.transport import Channel, Expected
-from fxchimera.runtime.wires import open_wires
+from fxchimera.runtime.wires import open_wires, read, write
 from fxchimera_passes.captured import TensorMeta
 
 __all__ = ["DistributedTransport"]
@@ -131,14 +131,9 @@ class _Outgoing(_End):
     def serve(self, task: Any) -> None:
         """Write the rest of a message."""
         parcel, sent = task
-        rest = parcel.bytes[sent:]
-        with self.wire.dup() as wire:  # the other end of which waits, while the rank's thread does not
+        with self.wire.dup() as wire:  # which waits, while the rank's thread does not
             wire.settimeout(NAP_SECONDS)
-            while rest:
-                try:
-                    rest = rest[wire.send(rest) :]
-                except TimeoutError:
-                    self._stop_after_failure()
+            write(wire, parcel.bytes[sent:], self._stop_after_failure)
         self._free.append(parcel)
         self._written += 1
 
@@ -157,7 +152,6 @@ class _Incoming(_End):
 
     def __init__(self, channel: Channel, wire: socket.socket, failure: Failure, peer: int, room: int) -> None:
         super().__init__(channel, wire, failure, peer)
-        wire.settimeout(NAP_SECONDS)
         self.pool = ReceivePool(room + 1 if channel[2] not in _RARE else 0)
         self._due: deque[tuple[Expected, bool]] = deque()  # and whether the helper reads it
         self._arrived: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
@@ -207,18 +201,8 @@ class _Incoming(_End):
             raise self.broken(error).error() from error
 
     def _read(self, expected: Expected, between: Callable[[], None]) -> torch.Tensor:
-        """Read a message, in naps; ``between`` them is called what ends the wait by raising."""
         buffer = self.pool.take(expected.form.bytes)
-        rest = buffer.numpy().data
-        while rest:
-            try:
-                count = self.wire.recv_into(rest)
-            except TimeoutError:
-                between()
-                continue
-            if not count:
-                raise ConnectionError("the other end has closed it")
-            rest = rest[count:]
+        read(self.wire, buffer.numpy().data, between)
         return buffer
 
 

@@ -35,6 +35,7 @@ from fxchimera.schedule.action import Action
 from fxchimera.schedule.placement import Placement
 from fxchimera.schedule.timeline import Event
 from fxchimera_passes._torch import profiling
+from fxchimera_passes.keyed import many_microbatches
 
 __all__ = ["Executor"]
 
@@ -73,12 +74,13 @@ class Executor:
         try:
             script = self._scripts.of(job.order, job.programs)
             run.begin(script)
-            for cue in script.cues:
-                if failure.cause is not None:
-                    failure.check()
-                if failure.place is not None:
-                    failure.place.write(cue.position.label)
-                run.act(cue)
+            with many_microbatches():
+                for cue in script.cues:
+                    if failure.cause is not None:
+                        failure.check()
+                    if failure.place is not None:
+                        failure.place.write(cue.position.label)
+                    run.act(cue)
             run.finish()
         except Exception as error:
             raise self._blame(error, run) from error

@@ -14,13 +14,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from fxchimera.errors import FxChimeraError
 from fxchimera_passes._torch import record_ranges
 
-__all__ = ["Group", "Packets", "connect", "destroy", "join", "open_devices"]
+__all__ = ["Group", "connect", "destroy", "join", "open_devices"]
 
-_NAME_BYTES = 96
-_PACKET_BYTES = 1024
 _INTERFACES = "GLOO_SOCKET_IFNAME"  # torch's own variable
 
 
@@ -87,80 +84,6 @@ class _Unprofiled:
             return self._recv(tensors, other, tag)
         finally:
             record_ranges(True)
-
-
-class Packets:
-    """Brings one small packet of every rank to every rank in as many rounds as D has digits to the base 4.
-
-    torch's all-gather goes round a ring: D - 1 messages one after the other, of which each wakes a rank that sleeps.
-
-        round 0   own packet                to the ranks 1, 2 and 3 before, and those of the ranks 1, 2 and 3 after come in
-        round 1   the 4 packets so far      to the ranks 4, 8 and 12 before, and as many come in; then 16, and so on
-    """
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._going: list[tuple[dist.Work, torch.Tensor]] = []
-
-    def begin(self, what: str, value: torch.Tensor | None) -> Callable[[], list[torch.Tensor] | None]:
-        """Collective: tell the others which call this is, and send a small tensor along; what is returned waits for theirs.
-
-        Two different collective calls that meet abort the process inside gloo, so a packet that has one size for all calls goes
-        first.  The function returned gives every rank's ``value``, or None if there is none or it does not fit into the packet,
-        and raises :class:`FxChimeraError` if the ranks make different calls.
-        """
-        rank, size = self._group.rank(), self._group.size()
-        held = torch.zeros((size, _PACKET_BYTES), dtype=torch.uint8, device="cpu")  # row i: the packet of rank + i
-        name = what.encode()[:_NAME_BYTES]
-        own = held[0].numpy()
-        own[: len(name)] = memoryview(name)
-        if value is not None and _fits(value):
-            own[_NAME_BYTES : _NAME_BYTES + value.nbytes] = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        rounds = [[have * i for i in (1, 2, 3) if have * i < size] for have in _powers_of_four(size)]
-        coming = [
-            [self._group.recv([held[away : away + offsets[0]]], (rank + away) % size, away) for away in offsets]
-            for offsets in rounds
-        ]
-
-        def send(offsets: list[int]) -> None:
-            for away in offsets:
-                part = held[: min(offsets[0], size - away)]
-                self._going.append((self._group.send([part], (rank - away) % size, away), held))
-
-        def finish() -> list[torch.Tensor] | None:
-            sent, self._going = self._going[:before], self._going[before:]
-            for number, works in enumerate(coming, start=1):
-                for work in works:
-                    work.wait()
-                send(rounds[number] if number < len(rounds) else [])
-            for work, _ in sent:  # those of the call before; nobody has to wait for them now
-                work.wait()
-            return _read(list(held.roll(rank, 0)), value)
-
-        before = len(self._going)
-        send(rounds[0] if rounds else [])
-        return finish
-
-
-def _powers_of_four(limit: int) -> list[int]:
-    return [4**i for i in range(limit) if 4**i < limit]
-
-
-def _read(packets: list[torch.Tensor], value: torch.Tensor | None) -> list[torch.Tensor] | None:
-    texts = [packet.numpy()[:_NAME_BYTES].tobytes() for packet in packets]
-    if len(set(texts)) > 1:
-        names = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
-        calls = "; ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
-        raise FxChimeraError(f"the ranks make different calls: {calls}; every rank must make the same calls in the same order")
-    if value is None or not _fits(value):
-        return None
-    end = _NAME_BYTES + value.nbytes
-    return [packet[_NAME_BYTES:end].clone().view(value.dtype).reshape(value.shape) for packet in packets]
-
-
-def _fits(value: torch.Tensor) -> bool:
-    """Whether ``value`` goes along with an announcement."""
-    return _NAME_BYTES + value.nbytes <= _PACKET_BYTES
 
 
 def destroy(group: dist.ProcessGroup) -> None:

@@ -8,7 +8,7 @@ given to every micro-batch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +28,12 @@ __all__ = [
     "digest",
     "dimensions",
     "divide",
-    "form",
     "merge",
     "sample",
 ]
 
 Dimension = TensorChunkSpec | int | None
-_SAMPLED = 64
+_SAMPLED = 64  # values of a tensor, for each micro-batch
 _NUMPYS = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.bool})  # dtypes that numpy has, the usual ones
 
 
@@ -49,9 +48,10 @@ class ChunkSpecs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One micro-batch: its ``args``/``kwargs``/``target``, the tensors of ``(args, kwargs)`` in order, and its number of rows.
+    """One micro-batch: its ``args``/``kwargs``/``target``, their tensors in order, and its number of rows.
 
     ``index`` is its place in the batch; ``number`` that among the micro-batches of all pipelines, which keys its randomness.
+    ``arguments`` is what of ``(args, kwargs)`` is no tensor, to be compared; ``form`` the shapes and dtypes of all tensors.
     """
 
     index: int
@@ -61,15 +61,19 @@ class MicroBatch:
     kwargs: dict[str, Any]
     target: Any
     inputs: tuple[torch.Tensor, ...]
+    targets: tuple[torch.Tensor, ...]
     structure: Structure
+    arguments: Hashable
+    form: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """All micro-batches of a step, in order, and the number of rows of the whole batch."""
+    """All micro-batches of a step, in order, the number of rows of the whole batch, and its tensors before they were divided."""
 
     microbatches: tuple[MicroBatch, ...]
     rows: int
+    tensors: tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +107,9 @@ def divide(
     rows = _rows([*leaves, *target_leaves], n_microbatches)
     pieces = [_pieces(leaf, n_microbatches) for leaf in leaves]
     target_pieces = [_pieces(leaf, n_microbatches) for leaf in target_leaves]
-    microbatches = []
+    arguments, microbatches = frozen(structure.spec), []
     for index in range(n_microbatches):
-        inputs = tuple(piece[index] for piece in pieces)
+        inputs, own_targets = tuple(piece[index] for piece in pieces), tuple(piece[index] for piece in target_pieces)
         chunk_args, chunk_kwargs = structure.rebuild(inputs)
         microbatches.append(
             MicroBatch(
@@ -114,12 +118,15 @@ def divide(
                 rows=rows // n_microbatches + (index < rows % n_microbatches),
                 args=chunk_args,
                 kwargs=chunk_kwargs,
-                target=target_structure.rebuild([piece[index] for piece in target_pieces]),
+                target=target_structure.rebuild(own_targets),
                 inputs=inputs,
+                targets=own_targets,
                 structure=structure,
+                arguments=arguments,
+                form=tuple((tuple(t.shape), str(t.dtype), t.requires_grad) for t in (*inputs, *own_targets)),
             )
         )
-    return Batch(tuple(microbatches), rows)
+    return Batch(tuple(microbatches), rows, (*tensors, *targets))
 
 
 def dimensions(args: tuple[Any, ...], kwargs: Mapping[str, Any], specs: ChunkSpecs) -> list[int | None]:
@@ -148,9 +155,10 @@ def merge(outputs: Sequence[Any], rows: Sequence[int]) -> Any:
 
 def digest(batch: Batch) -> int:
     """Return 63 bits that agree on two ranks iff shapes, dtypes and plain values of their batches do."""
-    structures = {id(m.structure): m.structure for m in batch.microbatches}  # most often one for all
-    words = {key: describe(structure) for key, structure in structures.items()}
-    text = repr([(_key(m.inputs), words[id(m.structure)], m.rows, _key(flatten(m.target)[0])) for m in batch.microbatches])
+    forms = {form: place for place, form in enumerate(dict.fromkeys(m.form for m in batch.microbatches))}
+    arguments = {id(m.arguments): m.arguments for m in batch.microbatches}  # one for all
+    each = [(forms[m.form], len(m.inputs), m.rows) for m in batch.microbatches]
+    text = repr((list(forms), each, list(arguments.values())))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
@@ -160,22 +168,16 @@ def sample(batch: Batch) -> int:
     Some values of every tensor are looked at, evenly spread, so that the cost does not grow with the batch.
     """
     hashed = hashlib.blake2b(digest_size=8)
-    for microbatch in batch.microbatches:
-        for tensor in (*microbatch.inputs, *flatten(microbatch.target)[0]):
-            hashed.update(_some_bytes(tensor))
+    for tensor in batch.tensors:
+        hashed.update(_some_bytes(tensor, _SAMPLED * len(batch.microbatches)))
     return int.from_bytes(hashed.digest(), "big") >> 1
-
-
-def form(microbatch: MicroBatch) -> tuple[Any, ...]:
-    """Return shapes and dtypes of a micro-batch's tensors."""
-    return _key((*microbatch.inputs, *flatten(microbatch.target)[0]))
 
 
 def describe_batch(batch: Batch) -> str:
     """Return the shapes and dtypes of a batch's micro-batches as a text for errors."""
     texts = []
     for microbatch in batch.microbatches:
-        tensors = [*microbatch.inputs, *flatten(microbatch.target)[0]]
+        tensors = (*microbatch.inputs, *microbatch.targets)
         texts.append(", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors))
     kinds = list(dict.fromkeys(texts))
     return " and ".join(f"{texts.count(kind)} x ({kind})" for kind in kinds)
@@ -186,10 +188,10 @@ def describe(structure: Structure) -> str:
     return repr(frozen(structure.spec))
 
 
-def _some_bytes(tensor: torch.Tensor) -> bytes:
+def _some_bytes(tensor: torch.Tensor, most: int) -> bytes:
     if tensor.layout != torch.strided or tensor.numel() == 0:
         return b""
-    step = max(tensor.numel() // _SAMPLED, 1)
+    step = max(tensor.numel() // most, 1)
     if (
         type(tensor) is torch.Tensor
         and tensor.dtype in _NUMPYS
@@ -197,17 +199,13 @@ def _some_bytes(tensor: torch.Tensor) -> bytes:
         and tensor.is_contiguous()
         and not tensor.is_neg()
     ):
-        return tensor.detach().numpy().reshape(-1)[: _SAMPLED * step : step].tobytes()
+        return tensor.detach().numpy().reshape(-1)[: most * step : step].tobytes()
     if tensor.is_contiguous():
-        picked = tensor.detach().reshape(-1)[: _SAMPLED * step : step]
+        picked = tensor.detach().reshape(-1)[: most * step : step]
     else:
-        places = torch.arange(min(_SAMPLED, tensor.numel()), device="cpu") * step
+        places = torch.arange(min(most, tensor.numel()), device="cpu") * step
         picked = tensor.detach()[torch.unravel_index(places.to(tensor.device), tensor.shape)]
     return picked.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
-
-
-def _key(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    return tuple((tuple(t.shape), str(t.dtype), t.requires_grad) for t in tensors)
 
 
 def _name(prefix: str, index: int, count: int) -> str:

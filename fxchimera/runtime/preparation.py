@@ -18,7 +18,7 @@ from fxchimera.runtime.engine import Engine
 from fxchimera.runtime.job import Job
 from fxchimera.runtime.loss import LossFn, LossWeight, counts_of, scale_of, shares_of, weights_of
 from fxchimera.runtime.losscheck import check_loss, with_named_draws
-from fxchimera.runtime.microbatch import Batch, ChunkSpecs, describe_batch, digest, divide, form, sample
+from fxchimera.runtime.microbatch import Batch, ChunkSpecs, describe_batch, digest, divide, sample
 from fxchimera.runtime.program import KEPT, Program, Programs
 from fxchimera.runtime.warmup import WarmupBatch, in_mode
 from fxchimera.runtime.world import World
@@ -220,10 +220,10 @@ class Preparation:
 
     def _check_loss(self, programs: Sequence[Program], batch: Batch) -> None:
         for program, microbatch in zip(programs, batch.microbatches, strict=True):
-            key, checked = form(microbatch), self._loss_checked.setdefault(program, set())
-            if key not in checked:
+            checked = self._loss_checked.setdefault(program, set())
+            if microbatch.form not in checked:
                 self._loss_draws |= set(check_loss(program.captured, microbatch.target, self._loss_fn))
-                checked.add(key)
+                checked.add(microbatch.form)
 
     def _trainable(self) -> int:
         """A word that agrees on two ranks iff the same parameters are frozen on both."""

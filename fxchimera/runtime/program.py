@@ -10,14 +10,14 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from fxchimera.errors import FxChimeraError
 from fxchimera.runtime.microbatch import Batch, MicroBatch
-from fxchimera.runtime.settings import Settings, Snapshot, frozen
+from fxchimera.runtime.settings import Settings, Snapshot
 from fxchimera_passes.capture import recapture
 from fxchimera_passes.capture.paths import Path
 from fxchimera_passes.captured import Answer, Assumption, Captured, TensorMeta
@@ -106,6 +106,13 @@ class _Key:
     arguments: Hashable
     tensors: Hashable
     settings: Snapshot
+    word: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "word", hash((self.arguments, self.tensors, self.settings)))
+
+    def __hash__(self) -> int:
+        return self.word
 
 
 class Programs:
@@ -125,11 +132,12 @@ class Programs:
         self._values: Mapping[str, torch.Tensor] = {}
         self.first = Program.of(captured, plan)
         self.present = self._settings.look()
-        self._latest = self._key(example, frozen(example.structure.spec), self.present)
+        self._latest = self._key(example, self.present)
         self._chosen: dict[tuple[_Key, int], Program] = {}
         self._good: dict[tuple[_Key, int], Program] = {}
         self._likely: dict[int, Path] = {}
         self._cache: OrderedDict[_Key, list[Program]] = OrderedDict({self._latest: [self.first]})
+        self._keys = {self._latest: self._latest}  # so that equal keys are mostly one object, which is found without a comparison
 
     def find(
         self,
@@ -151,11 +159,13 @@ class Programs:
         """
         self.present = self._settings.look()
         self._chosen, found = {}, list[Program]()
-        structures = {id(m.structure): m.structure for m in batch.microbatches}  # most often one for all
-        arguments = {key: frozen(structure.spec) for key, structure in structures.items()}
+        keys: dict[Hashable, _Key] = {}
         for microbatch in batch.microbatches:
+            key = keys.get(microbatch.form)  # most often one for all
+            if key is None:
+                key = self._key(microbatch, self.present)
+                key = keys[microbatch.form] = self._keys.setdefault(key, key)
             with microbatch_randomness(seed, step, microbatch.number):
-                key = self._key(microbatch, arguments[id(microbatch.structure)], self.present)
                 found.append(self._find(microbatch, key, accept, (paths or {}).get(microbatch.index)))
             self._chosen[key, microbatch.index] = found[-1]
         return tuple(found)
@@ -204,6 +214,7 @@ class Programs:
         del known[:-KEPT]
         while len(self._cache) > KEPT:
             gone, _ = self._cache.popitem(last=False)
+            self._keys.pop(gone, None)
             self._good = {place: program for place, program in self._good.items() if place[0] != gone}
         self._count(key)
         return program
@@ -245,6 +256,6 @@ class Programs:
         return self._settings.difference(key.settings, self._latest.settings)
 
     @staticmethod
-    def _key(microbatch: MicroBatch, arguments: Hashable, present: Snapshot) -> _Key:
+    def _key(microbatch: MicroBatch, present: Snapshot) -> _Key:
         tensors = tuple((TensorMeta.of(tensor), str(tensor.device)) for tensor in microbatch.inputs)
-        return _Key(arguments, tensors, present)
+        return _Key(microbatch.arguments, tensors, present)

@@ -15,27 +15,29 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from datetime import timedelta
 
 from fxchimera.errors import FxChimeraError
+from fxchimera.runtime.failure import NAP_SECONDS
 from fxchimera.runtime.sharedfailure import SharedFailure
 from fxchimera.runtime.transport import Channel
 
-__all__ = ["open_wires"]
+__all__ = ["open_wires", "read", "write"]
 
 _INTERFACES = "GLOO_SOCKET_IFNAME"  # torch's own variable; of several interfaces the first is taken
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"!{_TOKEN_BYTES}sI")
-_NAP = timedelta(seconds=0.5)  # between looks at whether another rank has failed meanwhile
+_NAP, _SHORTEST_NAP = 0.5, 0.001  # seconds between looks at whether another rank has failed meanwhile
 _HELLO_SECONDS = 5.0  # how long who has connected may take to say what for
 _STRANGERS = 16  # who have connected and are not answered yet do not keep the others out
 
 
 def open_wires(failure: SharedFailure, name: str, rank: int, channels: Sequence[Channel]) -> dict[Channel, socket.socket]:
     """Collective: connect the ends of all ``channels`` of which this ``rank`` is one, under a ``name`` never used before.
+
+    They wait in naps of ``NAP_SECONDS``.
 
     Raises:
         FxChimeraError: A rank did not come in time, or cannot be reached.
@@ -57,8 +59,40 @@ def open_wires(failure: SharedFailure, name: str, rank: int, channels: Sequence[
                 wire, number = _accept(failure, server, token, list(coming.values()), deadline)
                 if number in coming:
                     wires[coming.pop(number)] = wire
+        for wire in wires.values():
+            wire.settimeout(NAP_SECONDS)
         undo.pop_all()
     return wires
+
+
+def write(wire: socket.socket, data: memoryview, between: Callable[[], None]) -> None:
+    """Write all of ``data``; the connection waits in naps, and ``between`` them is called what ends the wait by raising.
+
+    Raises:
+        OSError: The connection broke.
+    """
+    while data:
+        try:
+            data = data[wire.send(data) :]
+        except TimeoutError:
+            between()
+
+
+def read(wire: socket.socket, room: memoryview, between: Callable[[], None]) -> None:
+    """Read until ``room`` is full; otherwise as :func:`write`.
+
+    Raises:
+        OSError: The connection broke, or was closed.
+    """
+    while room:
+        try:
+            count = wire.recv_into(room)
+        except TimeoutError:
+            between()
+            continue
+        if not count:
+            raise ConnectionError("the other end has closed it")
+        room = room[count:]
 
 
 def _close(wires: Mapping[Channel, socket.socket]) -> None:
@@ -70,7 +104,7 @@ def _listen(failure: SharedFailure, most: int) -> socket.socket:
     host = _own_address(failure.store.host, failure.store.port)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     server = socket.create_server((host, 0), family=family, backlog=most + _STRANGERS)
-    server.settimeout(_NAP.total_seconds())
+    server.settimeout(_NAP)
     return server
 
 
@@ -99,12 +133,11 @@ def _address_of(interface: str) -> str:
 
 def _dial(failure: SharedFailure, key: str, channel: Channel, number: int, deadline: float) -> socket.socket:
     """Connect to a channel's destination."""
-    while True:
-        try:
-            failure.store.wait([key], _NAP)
-            break
-        except RuntimeError as error:
-            _look(failure, channel[1], [channel], deadline, error)
+    nap = _SHORTEST_NAP
+    while not failure.store.check([key]):  # waiting in the store, torch would write to the log about every nap
+        _look(failure, channel[1], [channel], deadline)
+        time.sleep(nap)
+        nap = min(2 * nap, _NAP)
     host, port, token = failure.store.get(key).decode().split()
     try:
         wire = socket.create_connection((host, int(port)), timeout=failure.limits.wait_seconds)
@@ -125,8 +158,8 @@ def _accept(
     while True:
         try:
             wire, _ = server.accept()
-        except TimeoutError as error:
-            _look(failure, missing[0][0], missing, deadline, error)
+        except TimeoutError:
+            _look(failure, missing[0][0], missing, deadline)
             continue
         with suppress(OSError, struct.error):
             wire.settimeout(_HELLO_SECONDS)
@@ -136,11 +169,11 @@ def _accept(
         wire.close()
 
 
-def _look(failure: SharedFailure, missing: int, channels: Sequence[Channel], deadline: float, error: Exception) -> None:
+def _look(failure: SharedFailure, missing: int, channels: Sequence[Channel], deadline: float) -> None:
     """Raise if there is no sense in waiting on for rank ``missing``."""
     failure.check()
     if time.monotonic() > deadline:
         raise FxChimeraError(
             f"rank {missing} has not connected within {failure.limits.wait_seconds:g} s (channel {channels[0]}); it is slow or "
             "gone. A longer limit is set by pipeline(..., wait_seconds=)"
-        ) from error
+        )

@@ -1,7 +1,7 @@
 """The processes that take part: one (ranks are its threads) or one per rank of every pipeline (torchrun), behind one interface.
 
-Collective calls are made by a helper thread, because gloo cannot be interrupted: the caller waits with a bound and leaves as
-soon as another rank has failed.  What a small tensor needs, one call, the caller starts itself, which spares it the way there.
+Collective calls of torch's are made by a helper thread, because gloo cannot be interrupted: the caller waits with a bound and
+leaves as soon as another rank has failed.  Before each, and instead of it for a small tensor, the ranks exchange packets.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from fxchimera.runtime.caller import Caller
 from fxchimera.runtime.circle import Circle
 from fxchimera.runtime.failure import Cause, Failure, Limits
 from fxchimera.runtime.grid import Grid
-from fxchimera.runtime.groups import Packets, connect, destroy, join, open_devices
+from fxchimera.runtime.groups import connect, destroy, join, open_devices
 from fxchimera.runtime.localworld import LocalWorld
+from fxchimera.runtime.packets import Packets
 from fxchimera.runtime.sharedfailure import GRACE_SECONDS, SharedFailure, make_store, resolve_cause
 from fxchimera.runtime.width import Width
+from fxchimera.runtime.wires import open_wires
 
 __all__ = ["DistributedWorld", "LocalWorld", "World", "make_world"]
 
@@ -92,32 +94,28 @@ class DistributedWorld:
         store = make_store(self._group)
         self._shared = SharedFailure(limits, store, self.grid)
         self.failure: Failure = self._shared
-        devices = open_devices()
-        self._packets = Packets(connect(store, "packets", self.process, range(self.num_processes), devices, timeout))
+        wires = open_wires(self._shared, "packets", self.process, Packets.channels(self.num_processes))
+        self._packets = Packets(self.process, self.num_processes, wires)
         self.counterparts: Width | None = None
         self._pipeline: Circle | None = None
         self._column: dist.ProcessGroup | None = None
         if width > 1:
+            devices = open_devices()
             pipeline, rank = self.grid.pipeline, self.grid.rank
             column = [row[rank] for row in self.grid.processes]
             self.counterparts = Width(connect(store, f"rank {rank}", self.process, column, devices, timeout), self.failure, rank)
             self._pipeline = Circle(connect(store, f"pipeline {pipeline}", self.process, self.grid.row, devices, timeout))
+        self._waiting = f"rank {self.process}, in an exchange among all ranks,"
         self._thread: threading.Thread | None = self._calls
         self._calls.start()
 
     def gather(self, value: torch.Tensor, what: str) -> list[torch.Tensor]:
-        """All-gather one tensor over gloo."""
-        self._check()
-        name = f"{what} ({str(value.dtype).removeprefix('torch.')}{list(value.shape)})"
-        try:
-            announced = self._packets.begin(name, value)
-        except Exception as error:
-            raise self._broken(error) from error
+        """All-gather one tensor: in the packets, or over gloo."""
+        small = self._announce(f"{what} ({str(value.dtype).removeprefix('torch.')}{list(value.shape)})", value)
+        if small is not None:
+            return small
 
         def call() -> list[torch.Tensor]:
-            small = announced()
-            if small is not None:
-                return small
             gathered = [torch.empty_like(value) for _ in range(self.num_processes)]
             dist.all_gather(gathered, value, group=self._group)
             return gathered
@@ -129,11 +127,11 @@ class DistributedWorld:
         """All-gather one object over gloo."""
 
         def call() -> list[Any]:
-            self._packets.begin(what, None)()
             gathered: list[Any] = [None] * self.num_processes
             dist.all_gather_object(gathered, value, group=self._group)
             return gathered
 
+        self._announce(what)
         result: list[Any] = self._run(call)
         return result
 
@@ -146,11 +144,11 @@ class DistributedWorld:
         """Gather one object on rank 0 over gloo."""
 
         def call() -> list[Any]:
-            self._packets.begin(what, None)()
             gathered: list[Any] | None = [None] * self.num_processes if self.process == 0 else None
             dist.gather_object(value, gathered, group=self._group, group_dst=0)
             return gathered or []
 
+        self._announce(what)
         result: list[Any] = self._run(call)
         return result
 
@@ -158,11 +156,11 @@ class DistributedWorld:
         """Broadcast rank 0's object over gloo."""
 
         def call() -> Any:
-            self._packets.begin(what, None)()
             holder = [value if self.process == 0 else None]
             dist.broadcast_object_list(holder, group=self._group, group_src=0)
             return holder[0]
 
+        self._announce(what)
         return self._run(call)
 
     def column(self) -> dist.ProcessGroup | None:
@@ -179,7 +177,7 @@ class DistributedWorld:
         if self._thread is not None:
             self._shared.stop()  # before rank 0, which hosts the store, can have left: torch would write to the log about that
             with contextlib.suppress(FxChimeraError):
-                self._run(lambda: self._packets.begin("close()", None)(), _PARTING_SECONDS)
+                self._announce("close()", seconds=_PARTING_SECONDS)
 
     def close(self) -> None:
         """End the helper threads and leave the groups this object made."""
@@ -192,7 +190,8 @@ class DistributedWorld:
         thread.join(timeout=GRACE_SECONDS)
         if not thread.is_alive():
             destroy(self._group)
-        del self._group, self._packets
+        del self._group
+        self._packets.close()
         self._pipeline = None
         if self._column is not None:
             destroy(self._column)
@@ -218,9 +217,18 @@ class DistributedWorld:
     def _broken(self, error: Exception) -> PipelineError:
         return resolve_cause(self.failure, Cause(self.process, f"an exchange among all ranks broke: {error}")).error()
 
-    def _run(self, call: Callable[[], Any], seconds: float | None = None) -> Any:
+    def _announce(self, what: str, value: torch.Tensor | None = None, seconds: float | None = None) -> list[torch.Tensor] | None:
+        """Collective: see :meth:`Packets.exchange`."""
         self._check()
-        result = self.failure.wait(self._calls.ask(call), f"rank {self.process}, in an exchange among all ranks,", seconds)
+        try:
+            return self._packets.exchange(what, value, self.failure.patience(self._waiting, seconds))
+        except OSError as error:
+            raise self._broken(error) from error
+
+    def _run(self, call: Callable[[], Any]) -> Any:
+        """Have the helper make a call, and return what it returns."""
+        self._check()
+        result = self.failure.wait(self._calls.ask(call), self._waiting)
         if isinstance(result, FxChimeraError):
             raise result
         if isinstance(result, Exception):

@@ -32,6 +32,7 @@ __all__ = [
     "is_random",
     "keyed_model",
     "keyed_random",
+    "many_microbatches",
     "microbatch_randomness",
     "named_microbatch",
     "seed_host",
@@ -50,16 +51,36 @@ _PROBABILITIES = ("dropout_p", "dropout", "p")
 _SWITCHES = ("train", "training")
 
 
-@contextmanager
-def microbatch_randomness(seed: int, step: int, microbatch: int) -> Iterator[None]:
+class _Named:
+    """See :func:`microbatch_randomness`; every action of a schedule enters one."""
+
+    __slots__ = ("_token", "_where")
+
+    def __init__(self, where: tuple[int, int, int]) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        self._token = _MICROBATCH.set(self._where)
+        _CHECKPOINTS.hold()
+
+    def __exit__(self, *_: object) -> None:
+        _CHECKPOINTS.release()
+        _MICROBATCH.reset(self._token)
+
+
+def microbatch_randomness(seed: int, step: int, microbatch: int) -> AbstractContextManager[None]:
     """Name the micro-batch whose forward runs inside, in this thread."""
-    token = _MICROBATCH.set((seed, step, microbatch))
+    return _Named((seed, step, microbatch))
+
+
+@contextmanager
+def many_microbatches() -> Iterator[None]:
+    """Inside, micro-batches will be named again and again: what that needs is installed once."""
     _CHECKPOINTS.hold()
     try:
         yield
     finally:
         _CHECKPOINTS.release()
-        _MICROBATCH.reset(token)
 
 
 def named_microbatch() -> AbstractContextManager[None]:

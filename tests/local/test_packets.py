@@ -1,65 +1,36 @@
-"""Every rank's packet comes to every rank, for any number of ranks, call after call, over a group made of queues."""
+"""Every rank's packet comes to every rank, for any number of ranks, call after call, over pairs of sockets."""
 
 from __future__ import annotations
 
-import queue
+import socket
 import threading
 
 import pytest
 import torch
 
 from fxchimera import FxChimeraError
-from fxchimera.runtime.groups import Packets
-
-Mail = dict[tuple[int, int, int], "queue.Queue[torch.Tensor]"]  # (from, to, tag)
+from fxchimera.runtime.packets import Packets
 
 
-class Work:
-    """What a send or a receive returns."""
-
-    def __init__(self, mail: queue.Queue[torch.Tensor], buffer: torch.Tensor | None) -> None:
-        self._mail, self._buffer = mail, buffer
-
-    def wait(self) -> None:
-        if self._buffer is not None:
-            sent = self._mail.get(timeout=10)
-            assert sent.shape == self._buffer.shape, "gloo aborts the process where the sizes differ"
-            self._buffer.copy_(sent)
-
-
-class Queues:
-    """One rank's view of a group."""
-
-    def __init__(self, rank: int, size: int, mail: Mail) -> None:
-        self._rank, self._size, self._mail = rank, size, mail
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
-    def send(self, tensors: list[torch.Tensor], other: int, tag: int) -> Work:
-        self._mail[self._rank, other, tag].put(tensors[0].clone())
-        return Work(self._mail[self._rank, other, tag], None)
-
-    def recv(self, tensors: list[torch.Tensor], other: int, tag: int) -> Work:
-        return Work(self._mail[other, self._rank, tag], tensors[0])
+def never() -> None:
+    """Nobody fails here."""
 
 
 def gather(size: int, calls: list[list[str]]) -> list[list[object]]:
     """Let ``size`` ranks make their calls at once; rank r sends r + 100 in its first call, r + 200 in its second."""
-    mail: Mail = {(a, b, tag): queue.Queue() for a in range(size) for b in range(size) for tag in range(size)}
+    pairs = {channel: socket.socketpair() for channel in Packets.channels(size)}
     found: list[list[object]] = [[] for _ in range(size)]
 
     def work(rank: int) -> None:
-        packets = Packets(Queues(rank, size, mail))  # type: ignore[arg-type]
+        ends = {channel: pair[end] for channel, pair in pairs.items() for end in (0, 1) if channel[end] == rank}
+        packets = Packets(rank, size, ends)
         for number, what in enumerate(calls[rank]):
             try:
-                gathered = packets.begin(what, torch.tensor([rank + 100.0 * (number + 1)]))()
+                gathered = packets.exchange(what, torch.tensor([rank + 100.0 * (number + 1)]), never)
                 found[rank].append([float(value) for value in gathered or []])
             except FxChimeraError as error:
                 found[rank].append(str(error))
+        packets.close()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -83,5 +54,4 @@ def test_ranks_that_make_different_calls_are_told_and_can_go_on() -> None:
 
 def test_what_does_not_fit_is_left_to_the_caller() -> None:
     """A big value is announced by its name only."""
-    mail: Mail = {(0, 0, tag): queue.Queue() for tag in range(2)}
-    assert Packets(Queues(0, 1, mail)).begin("big", torch.zeros(4096))() is None  # type: ignore[arg-type]
+    assert Packets(0, 1, {}).exchange("big", torch.zeros(4096), never) is None
