@@ -64,6 +64,14 @@ def parity(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def torture(session: nox.Session) -> None:
+    """Plant faults of every kind at every place, on ranks of threads and of processes, with slow ranks and random orders (slow)."""
+    install(session, "tests")
+    where = session.posargs or ["tests/local", "tests/process"]
+    session.run("pytest", "-n", "2", "--dist", "worksteal", "-m", "torture", *where, env=ONE_THREAD)
+
+
+@nox.session(default=False)
 def exhaustive(session: nox.Session) -> None:
     """Prove every order of every family in all cells, thousands of mutants, and the search against an exact solver (slow)."""
     install(session, "tests")

@@ -89,6 +89,10 @@ class Failure:
     def look(self) -> None:
         """Called now and then by whoever waits: look whether what is waited for can still come."""
 
+    def fate_of(self, process: int) -> str | None:
+        """Say what has become of a process; None when nothing is wrong, or nothing known."""
+        return None
+
     def patience(self, what: object, seconds: float | None = None) -> Callable[[], None]:
         """Return what a rank that waits calls between its naps; the text of ``what`` says who waits.
 

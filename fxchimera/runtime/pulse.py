@@ -47,14 +47,15 @@ class _Heard:
         return None if self.beat == _LEFT else Identity.parse(self.beat.split("|")[1])
 
     def where(self) -> str:
-        """The last words of the process, or what its last beat says; its file, of which nobody else knows, goes with it."""
+        """The last words of the process, or what its last beat says."""
         _, _, path, words = self.beat.split("|", 3)
-        if self.identity is None or self.identity.fate() is Fate.UNKNOWN:
-            return words
-        found = last_words(path)
-        if self.identity.fate() is Fate.GONE:
-            forget(path)
-        return found or words
+        nearby = self.identity is not None and self.identity.fate() is not Fate.UNKNOWN
+        return (last_words(path) if nearby else None) or words
+
+    def forget(self) -> None:
+        """Remove the last words of a process that is gone; nobody else will."""
+        if self.identity is not None and self.identity.fate() is Fate.GONE:
+            forget(self.beat.split("|", 3)[2])
 
 
 class Pulse:
@@ -88,7 +89,7 @@ class Pulse:
         self._answered = self._looked = time.monotonic()
         self._since = self._answered
         store.set(_BEAT.format(process), self._beat())
-        self._host = Identity.parse(store.get(_BEAT.format(0)).decode().split("|")[1])
+        self._heard = {0: _Heard(store.get(_BEAT.format(0)).decode(), self._answered)}
         self._thread = threading.Thread(target=self._run, name="fxchimera-pulse", daemon=True)
         self._thread.start()
 
@@ -101,13 +102,21 @@ class Pulse:
         silence = now - max(self._answered, self._since)
         if self._process == 0 or self._stopped.is_set() or silence < _STOPPED_SECONDS:
             return
-        if (why := _verdict(self._host, silence)) is not None:
-            self._note(0, f"{why}; it hosts the store through which failures are told")
+        if (why := self.fate_of(0, silence)) is not None:
+            self._note(0, why)
+
+    def fate_of(self, process: int, silence: float = 0.0) -> str | None:
+        """Ask the system of this machine what is wrong with a process, which has been silent for some seconds; None for nothing."""
+        last = self._heard.get(process)
+        why = _verdict(last.identity, silence) if last is not None and last.identity is not None else None
+        return None if why is None or last is None else f"{why}; it was at: {last.where()}"
 
     def stop(self) -> None:
         """End the beats: this process leaves of its own will."""
         self._stopped.set()
         self._thread.join(timeout=2 * _PERIOD_SECONDS)
+        for last in list(self._heard.values()):
+            last.forget()
 
     def _beat(self) -> str:
         self._count += 1
@@ -116,29 +125,32 @@ class Pulse:
     def _run(self) -> None:
         with contextlib.suppress(Exception):  # the store is gone: the watcher of the failure says so
             store = TCPStore(*self._address, is_master=False, wait_for_workers=False, timeout=_EVER)
-            heard: dict[int, _Heard] = {}
             while not self._stopped.wait(_PERIOD_SECONDS):
                 store.set(_BEAT.format(self._process), self._beat())
-                if self._process == 0:
-                    self._listen(store, heard)
+                if self._process == 0 or len(self._heard) < self._size:
+                    self._listen(store)
                 else:
                     store.get(_BEAT.format(0))
                 self._answered = time.monotonic()
                 self._miss_launcher()
             store.set(_BEAT.format(self._process), _LEFT)
 
-    def _listen(self, store: TCPStore, heard: dict[int, _Heard]) -> None:
-        """Process 0: read all beats, and report the first process that is not well."""
+    def _listen(self, store: TCPStore) -> None:
+        """Read the beats of all who have joined; process 0 reports the first process that is not well."""
         now = time.monotonic()
         away = now - self._answered > _AWAY_SECONDS
-        beats = store.multi_get([_BEAT.format(process) for process in range(self._size)])
-        for process, beat in enumerate(map(bytes.decode, beats)):
-            last = heard.get(process)
+        there = [process for process in range(self._size) if process in self._heard or store.check([_BEAT.format(process)])]
+        beats = store.multi_get([_BEAT.format(process) for process in there])
+        for process, beat in zip(there, map(bytes.decode, beats), strict=True):
+            last = self._heard.get(process)
             if last is None or last.beat != beat or away:
-                last = heard[process] = _Heard(beat, now)
-            why = _verdict(last.identity, now - last.when) if process != self._process and last.identity else None
+                self._heard[process] = last = _Heard(beat, now)
+            if self._process != 0 or process == 0:
+                continue
+            why = self.fate_of(process, now - last.when)
             if why is not None and not self._has_left(store, process):
-                self._publish(process, f"{why}; it was at: {last.where()}")
+                self._publish(process, why)
+                last.forget()
                 self._stopped.set()
                 return
 

@@ -21,6 +21,7 @@ __all__ = ["GRACE_SECONDS", "SharedFailure", "make_store", "resolve_cause"]
 
 GRACE_SECONDS = 2.0  # how long a broken connection waits for the cause behind it
 _POLL_SECONDS = 0.1
+_ENDING_SECONDS = 1.0
 _CAUSE, _NEWS = "cause", "news for {}"
 _EVER = datetime.timedelta(days=1000)
 
@@ -82,13 +83,29 @@ class SharedFailure(Failure):
                 super().report(Cause(int(rank), text))
         except Exception as error:
             if not self._stopped.is_set():
-                super().report(Cause(0, f"the failure store, which rank 0 hosts, is gone: {error}"))
+                self._note(0, self._fate_of_host() or f"the failure store, which it hosts, is gone: {error}")
+
+    def _fate_of_host(self) -> str | None:
+        """Ask what has become of process 0; one that ends closes its connections before the system says so."""
+        deadline = time.monotonic() + _ENDING_SECONDS
+        while (found := self._pulse.fate_of(0)) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return found
+
+    def fate_of(self, process: int) -> str | None:
+        """Say what has become of another process, as far as the system of this machine knows; None while nothing is wrong."""
+        return self._pulse.fate_of(process)
 
 
 def resolve_cause(failure: Failure, cause: Cause) -> Cause:
-    """Return the cause behind a broken connection: another rank's, when it shows up within the grace time, else ``cause``."""
+    """Return the cause behind a broken connection to a process, which is ``cause.rank``.
+
+    That is another rank's, when it shows up within the grace time, or that the process is gone; else ``cause``.
+    """
     deadline = time.monotonic() + GRACE_SECONDS
     while failure.cause is None and time.monotonic() < deadline:
+        if (fate := failure.fate_of(cause.rank)) is not None:
+            return failure.report(failure.cause_in(cause.rank, fate))
         time.sleep(_POLL_SECONDS)
     return failure.cause or failure.report(cause)
 

@@ -1,0 +1,118 @@
+"""Faults planted in a step: what happens, on which rank, in which of its forwards, and what all ranks must then say."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.local.toys import WIDTH, chain, data, seeded
+from tests.models import Example
+
+__all__ = ["HARMLESS", "IN_USER_CODE", "LATE_SECONDS", "OF_PROCESSES", "Fault", "PlantedError", "faults", "in_thread_of", "plant"]
+
+N = 4
+
+
+class PlantedError(Exception):
+    """What the planted faults raise where the kind does not say otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """``kind`` happens on rank ``victim`` in the ``call``-th forward of a layer there, counted from 1, or ``call``-th loss."""
+
+    kind: str
+    victim: int
+    call: int
+
+
+# kind -> what the error must tell
+IN_USER_CODE = {
+    "forward": "PlantedError: in forward",
+    "backward": "PlantedError: in backward",
+    "loss": "PlantedError: in the loss",
+    "stop iteration": "StopIteration: planted",
+    "memory": "MemoryError: planted",
+    "interrupted": "KeyboardInterrupt: planted",
+    "exit": "SystemExit: planted",
+}
+OF_PROCESSES = {"kill": "is gone", "stop": "has been stopped", "leave": "is gone"}
+HARMLESS = ("late", "busy")
+LATE_SECONDS = 3.0
+
+_RAISED: dict[str, BaseException] = {
+    "forward": PlantedError("in forward"),
+    "stop iteration": StopIteration("planted"),
+    "memory": MemoryError("planted"),
+    "interrupted": KeyboardInterrupt("planted"),
+    "exit": SystemExit("planted"),
+}
+
+
+def faults(kind: str, stages: int) -> list[Fault]:
+    """One kind at six places: all over the pipeline, early and late; the last rank computes a loss at least twice."""
+    places = [(0, 1), (1, 2), (stages - 1, 1), (0, 4), (stages // 2, 3), (stages - 1, 4)]
+    if kind == "loss":
+        return [Fault(kind, stages - 1, 1 + i % 2) for i in range(len(places))]
+    return [Fault(kind, victim, call) for victim, call in places]
+
+
+def plant(fault: Fault, on_victim: Callable[[], bool]) -> tuple[Example, Callable[[], None]]:
+    """Make an example, and the function after whose call the fault is due; ``on_victim`` tells whether it is called there."""
+    x, target = data(2 * N, WIDTH)
+    model, left = seeded(lambda: chain(4)), [0]
+
+    def due() -> bool:
+        if not left[0] or not on_victim():
+            return False
+        left[0] -= 1
+        return left[0] == 0
+
+    def before(module: nn.Module, inputs: tuple[Tensor]) -> None:
+        if fault.kind != "loss" and due():
+            _strike(fault.kind, inputs[0])
+
+    def loss_fn(output: Tensor, wanted: Tensor) -> Tensor:
+        if fault.kind == "loss" and due():
+            raise PlantedError("in the loss")
+        return F.mse_loss(output, wanted)
+
+    for layer in model.children():
+        layer.register_forward_pre_hook(before)
+
+    def arm() -> None:
+        left[0] = fault.call
+
+    return Example(model, (x,), {}, target, loss_fn), arm
+
+
+def _strike(kind: str, x: Tensor) -> None:
+    if kind in _RAISED:
+        raise _RAISED[kind]
+    if kind == "backward":
+        (x if x.requires_grad else x.requires_grad_()).register_hook(_raise_in_backward)
+    elif kind == "leave":
+        os._exit(0)
+    elif kind == "late":
+        time.sleep(LATE_SECONDS)
+    elif kind == "busy":
+        ctypes.PyDLL(None).usleep(int(1e6 * LATE_SECONDS))  # with the interpreter to itself
+    else:
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
+
+
+def _raise_in_backward(gradient: Tensor) -> None:
+    raise PlantedError("in backward")
+
+
+def in_thread_of(rank: int) -> Callable[[], bool]:
+    """Tells whether it is called in the thread of a rank of a pipeline of several threads."""
+    return lambda: threading.current_thread().name == f"fxchimera-rank-{rank}"
