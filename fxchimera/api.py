@@ -21,7 +21,9 @@ from fxchimera.planner.measured import replanned
 from fxchimera.planner.relief import Recompute
 from fxchimera.planner.table import Plan
 from fxchimera.runtime.copies import allows_two_copies
+from fxchimera.runtime.devices import DeviceLike, choose_devices
 from fxchimera.runtime.failure import Cause, Limits
+from fxchimera.runtime.feed import all_on
 from fxchimera.runtime.initialise import ParamInit
 from fxchimera.runtime.loss import LossFn, LossWeight, weights_of
 from fxchimera.runtime.losscheck import check_loss, with_named_draws
@@ -68,6 +70,7 @@ def pipeline(
     param_init_fn: ParamInit | None = None,
     seed: int | None = None,
     nan: NanPolicy = "raise",
+    devices: DeviceLike | Sequence[DeviceLike] | None = None,
     wait_seconds: float = 600.0,
 ) -> Pipeline:
     """Wrap ``model`` so that it trains on ``num_stages`` ranks, or, by several pipelines side by side, on a multiple of that.
@@ -119,6 +122,9 @@ def pipeline(
         seed: Seed of the keyed randomness (dropout, initialisation); default ``torch.initial_seed()`` of rank 0.
         nan: What a step does whose loss is nan or infinite: "raise" an error (gradients are as before, statistics of batch norm
             need not be), "skip" (return the loss; all is as before), or "ignore" (the gradients count).  All ranks do the same.
+        devices: Where ranks compute: one device for all, or one for each, as ``torch.device`` or text.  Default: every visible
+            CUDA device in turn, under torchrun the one numbered LOCAL_RANK; else the CPU.  The parameters are moved there and
+            stay the same objects; a batch is copied there; what a forward-only call returns comes back to the batch's device.
         wait_seconds: How long a rank waits for one message before it raises.
 
     Warns:
@@ -135,6 +141,7 @@ def pipeline(
     model, cuts = plain(model, split_points, _stages(order))
     world = make_world(num_stages, Limits(wait_seconds), data_parallel)
     try:
+        world.devices = choose_devices(devices, num_stages, processes=world.num_processes > 1)
         specs = ChunkSpecs(args=args_chunk_spec, kwargs=kwargs_chunk_spec, target=target_chunk_spec)
         pipeline = world.grid.pipeline
         batch = divide(example_args, dict(example_kwargs or {}), None, n_microbatches, specs, pipeline=pipeline)
@@ -256,11 +263,13 @@ def _plan(
 ) -> tuple[Programs, Plan]:
     """Record the first micro-batch, cut the recording and settle the order; with measured costs every rank uses rank 0's."""
     example = batch.microbatches[0]
+    device = None if world is None else world.devices.first
+    shown = all_on(device, model, example) if cost == "measured" else example
     with named_attributes(model):
         made = draft(
             model,
-            example.args,
-            example.kwargs,
+            shown.args,
+            shown.kwargs,
             order,
             split_points=split_points,
             cost=cost,
@@ -269,6 +278,7 @@ def _plan(
             agreed=None if world is None else lambda costs: world.spread(costs, "pipeline()"),
             threads=world is None or world.num_processes == 1,
             recompute=recompute,
+            device=device,
         )
     if settled is not None:
         made = settled(made)

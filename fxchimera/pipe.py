@@ -119,7 +119,7 @@ class Pipeline(DataParallel):
             job = self._preparation.job(Call.FORWARD, args, kwargs, None, order=self._orders.forward, steps=(self._step,))
             finished = self._attempts.run(Call.FORWARD, job)
             self._engine.share_statistics()
-            outputs = gather_outputs(self._world, finished.results)
+            outputs = gather_outputs(self._world, finished.results, job.batch)
         return merge(outputs, [microbatch.rows for microbatch in job.batch.microbatches])
 
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:

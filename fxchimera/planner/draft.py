@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from fxchimera.errors import FxChimeraError, PartitionError
@@ -75,6 +76,7 @@ def draft(
     agreed: Callable[[NodeCosts], NodeCosts] | None = None,
     threads: bool = False,
     recompute: Recompute = AUTO,
+    device: torch.device | None = None,
 ) -> Draft:
     """Record ``model`` on one micro-batch and cut the recording into the stages of ``order``.
 
@@ -90,6 +92,7 @@ def draft(
         agreed: makes measured costs the same on every rank.
         threads: the ranks are threads of one process, so that measured costs go with fast messages.
         recompute: how much stages compute again in the backward; "auto" is what ``memory`` asks for.
+        device: what the model is recorded for, if not the device that it is on.
 
     Raises:
         CaptureError: The model cannot be recorded.
@@ -103,7 +106,8 @@ def draft(
         raise FxChimeraError(f'cost must be "analytic" or "measured", got {cost!r}')
     if cost == "measured" and any(parameter.is_meta for parameter in model.parameters()):
         raise FxChimeraError('cost="measured" needs weights, but some are on the meta device; use cost="analytic"')
-    captured = capture(model, args, kwargs, num_stages=num_stages, opened=modules_of(split_points), coarse=True)
+    points = modules_of(split_points)
+    captured = capture(model, args, kwargs, num_stages=num_stages, opened=points, device=device, coarse=True)
     if cost == "measured":
         costs = measured(captured, args, kwargs)
         costs = agreed(costs) if agreed is not None else costs

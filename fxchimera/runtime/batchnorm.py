@@ -57,7 +57,9 @@ def on_scratch_statistics(layers: Sequence[NormLayer]) -> Iterator[dict[str, Del
     saved = [(layer, dict(layer.module._buffers)) for layer in layers if layer.writes]
     for layer, buffers in saved:
         for name, buffer in buffers.items():
-            layer.module._buffers[name] = torch.zeros_like(buffer) if buffer is not None else None
+            # the count of calls is wanted on the host, which need not wait for it there
+            where = torch.device("cpu") if name == "num_batches_tracked" else None
+            layer.module._buffers[name] = torch.zeros_like(buffer, device=where) if buffer is not None else None
     try:
         yield deltas
         for layer, _ in saved:
@@ -80,8 +82,8 @@ def apply_deltas(module: _BatchNorm, deltas: Sequence[Delta]) -> None:
             # momentum=None is a cumulative average: the scratch run, whose counter starts at zero, left the plain mean of its calls
             share = delta.calls / float(tracked) if module.momentum is None else 1.0
             keep = 1.0 - share if module.momentum is None else (1.0 - module.momentum) ** delta.calls
-            mean.mul_(keep).add_(delta.mean, alpha=share)
-            var.mul_(keep).add_(delta.var, alpha=share)
+            mean.mul_(keep).add_(delta.mean.to(mean.device), alpha=share)
+            var.mul_(keep).add_(delta.var.to(var.device), alpha=share)
 
 
 def _delta(module: _BatchNorm) -> Delta:

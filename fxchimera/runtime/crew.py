@@ -12,19 +12,19 @@ from typing import Any, Generic, Protocol, TypeVar
 from fxchimera.runtime.context import CallerContext, casts_kept
 from fxchimera.runtime.failure import Cause, Failure
 
-__all__ = ["Crew"]
+__all__ = ["Crew", "OfRank"]
 
 _JOIN_SECONDS = 2.0
 _T = TypeVar("_T")
 
 
-class _OfRank(Protocol):
+class OfRank(Protocol):
     """Whatever does the work of one rank."""
 
     rank: int
 
 
-_Member = TypeVar("_Member", bound=_OfRank)
+_Member = TypeVar("_Member", bound=OfRank)
 
 
 class Crew(Generic[_Member]):

@@ -15,9 +15,11 @@ from fxchimera.runtime.distributed import DistributedTransport
 from fxchimera.runtime.exchange import Exchange, Statistics
 from fxchimera.runtime.executor import Executor
 from fxchimera.runtime.gradients import call_back
+from fxchimera.runtime.handover import local_transport
 from fxchimera.runtime.inspection import Inspection
 from fxchimera.runtime.job import Job, Result
-from fxchimera.runtime.local import LocalTransport
+from fxchimera.runtime.lanes import Lanes
+from fxchimera.runtime.moving import drop_unowned, spread_model
 from fxchimera.runtime.probe import Probe
 from fxchimera.runtime.program import Program
 from fxchimera.runtime.replica import Replica
@@ -85,29 +87,31 @@ class Engine:
         self._model = model
         self.placement = orders.step.placement
         self.accept(program)
+        spread_model(program.captured, program.plan, self.placement, world)
         local = isinstance(world, LocalWorld)
         room = orders.room()
         channels = sorted(room)
-        shared: Transport | None = LocalTransport(channels, world.failure) if local else None
+        self.lanes = Lanes(world.devices, world.ranks)
+        shared = local_transport(channels, self.lanes, world.failure) if local else None
         self.executors: list[Executor] = []
         self._transports: list[Transport] = []
         for rank in world.ranks:
             transport = shared or DistributedTransport(rank, channels, world.failure, room)
             self._transports.append(transport)
             replicas = {
-                (pipe, stage): Replica(model, program, pipe, stage, shares_memory=local)
+                (pipe, stage): Replica(model, program, pipe, stage, shares_memory=local, device=world.devices.of(rank))
                 for pipe, stage in self.placement.replicas(rank)
             }
             first = world.grid.pipeline * self.placement.n_microbatches
             exchange = Exchange(rank, self.placement, program.plan, replicas, first_microbatch=first)
-            width = world.counterparts
-            self.executors.append(Executor(rank, self.placement, replicas, exchange, transport, world.failure, width))
+            ways = world.counterparts, self.lanes.of(rank)
+            self.executors.append(Executor(rank, self.placement, replicas, exchange, transport, world.failure, *ways))
         self.owned = {name: p for executor in self.executors for name, p in executor.exchange.owned.items()}
         self._take_values()
         buffers = dict(model.named_buffers(remove_duplicate=False))
         read = dict.fromkeys(name for graph in program.graphs for name in graph.attributes if name in buffers)
         if not local:
-            _drop_unowned(model, set(map(id, self.owned.values())))
+            drop_unowned(model, set(map(id, self.owned.values())))
         self._inspection = Inspection(model, read)
         self._crew = Crew(self.executors, world.failure)
         # also at interpreter exit: a helper thread that is still in a blocking call then would abort the process
@@ -134,7 +138,7 @@ class Engine:
             torch.clear_autocast_cache()  # holds the weights of an earlier step, if the caller's region spans several
             self._prepare(job)
             try:
-                results = self._crew.call(lambda executor: executor.run(job))
+                results = self.lanes.call(self._crew, lambda executor: executor.run(job))
             finally:
                 torch.clear_autocast_cache()
         events = sorted((e for result in results for e in result.events), key=lambda e: (e.start, e.rank, e.end))
@@ -213,7 +217,8 @@ class Engine:
         found = []
         for executor, transport in zip(self.executors, self._transports, strict=True):
             replicas = {stage: replica for (pipe, stage), replica in executor.replicas.items() if pipe == 0}
-            found.append(Probe(executor.rank, self.placement, replicas, transport, sample, self.world.failure))
+            here = sample.on(self.world.devices.of(executor.rank))
+            found.append(Probe(executor.rank, self.placement, replicas, transport, here, self.world.failure))
         return found
 
     def undo_trial(self) -> None:
@@ -286,14 +291,3 @@ def _close(crew: Crew[Executor], transports: list[Transport], world: World) -> N
     for transport in transports:
         transport.close()
     world.close()
-
-
-def _drop_unowned(model: nn.Module, owned: set[int]) -> None:
-    """Replace the parameters whose ``id`` is not in ``owned`` by meta tensors, keeping ties."""
-    replaced: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in owned or parameter.is_meta:
-                continue
-            meta = torch.empty_like(parameter, device="meta")
-            module._parameters[name] = replaced.setdefault(id(parameter), nn.Parameter(meta, requires_grad=parameter.requires_grad))

@@ -16,7 +16,9 @@ from fxchimera.runtime.buckets import Buckets
 from fxchimera.runtime.errands import Errands
 from fxchimera.runtime.exchange import Exchange
 from fxchimera.runtime.failure import Failure
+from fxchimera.runtime.feed import feed_of
 from fxchimera.runtime.job import Job, Result
+from fxchimera.runtime.lanes import Lane
 from fxchimera.runtime.loss import loss_of
 from fxchimera.runtime.losscheck import refuse_other_leaves
 from fxchimera.runtime.mailbox import Mailbox
@@ -52,13 +54,11 @@ class Executor:
         transport: Transport,
         failure: Failure,
         width: Width | None = None,
+        lane: Lane | None = None,
     ) -> None:
         self.rank = rank
-        self.exchange = exchange
-        self.replicas = replicas
-        self._placement = placement
-        self._transport = transport
-        self._failure = failure
+        self.exchange, self.replicas, self.lane = exchange, replicas, lane
+        self._placement, self._transport, self._failure = placement, transport, failure
         self._scripts = Scripts(rank, placement, replicas)
         self.recent: deque[Event] = deque(maxlen=KEPT_ACTIONS)
         self._buckets = Buckets(rank, exchange, replicas, width) if width is not None else None
@@ -107,12 +107,12 @@ class _Run:
         self.result = Result()
         self.position = Position(executor.rank, None, placement)
         self._rank, self._placement, self._replicas = executor.rank, placement, executor.replicas
-        self._exchange, self._transport, self._job = executor.exchange, transport, job
+        self._exchange, self._transport, self._job, self._lane = executor.exchange, transport, job, executor.lane
         self._outbox: dict[Key, Payload] = {}
         self._losses: dict[int, torch.Tensor] = {}
         self._deferred_norms = len(placement.pipes) > 1 or buckets is not None
         self._errands = Errands(executor.rank, placement, executor.exchange, transport, job, buckets)
-        self._wrong = WrongPaths(executor.rank, job, self.result)
+        self._wrong = WrongPaths(executor.rank, job, self.result, executor.lane)
         self._profiled = profiling()
         self._computes = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weight_part}
 
@@ -123,6 +123,7 @@ class _Run:
             for (pipe, _), replica in self._replicas.items():
                 replica.begin(self._placement.microbatches(pipe))
         self._exchange.alias_local()
+        self._feed = feed_of(self._job, self._lane, script.cues)
         self._mailbox = Mailbox(self._transport, [*script.expected, *self._errands.expected(script)])
         self._errands.begin(script, self._mailbox)
 
@@ -172,20 +173,20 @@ class _Run:
             if self._transport.shares_memory or cue.reads.stays:
                 # the stage may write into what it received, and the stage before needs it for its backward
                 received = [None if t is None else t.detach().clone(memory_format=torch.preserve_format) for t in received]
-        inputs = job.batch.microbatches[microbatch].inputs
+        fed, late = self._feed.take(microbatch), self._deferred_norms
         with self._timed(cue.action), job.randomness(microbatch):
-            outputs = replica.forward(microbatch, program, received, inputs, deferred_norms=self._deferred_norms, split=cue.split)
+            outputs = replica.forward(microbatch, program, received, fed.inputs, deferred_norms=late, split=cue.split)
             if cue.result is None:
-                self._end_of_model(microbatch, program, outputs)
+                self._end_of_model(microbatch, program, outputs, fed.target)
             else:
                 self._outbox[cue.result] = [*outputs]
 
-    def _end_of_model(self, microbatch: int, program: Program, outputs: list[torch.Tensor]) -> None:
+    def _end_of_model(self, microbatch: int, program: Program, outputs: list[torch.Tensor], target: object) -> None:
         job = self._job
         output = program.captured.out_structure.rebuild(outputs)
         if job.wants_loss:
             ends = [tensor.grad_fn for tensor in outputs]
-            loss = loss_of(output, job.batch.microbatches[microbatch].target, job.loss_fn)
+            loss = loss_of(output, target, job.loss_fn)
             if job.train and job.loss_fn is not None:
                 refuse_other_leaves(loss, outputs, ends, job.loss_fn, program.captured.model)
             self._losses[microbatch] = loss

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fxchimera.runtime.devices import HOST
 from fxchimera.runtime.failure import Failure, Limits
 from fxchimera.runtime.grid import Grid
 from fxchimera.runtime.width import Width
@@ -23,6 +24,7 @@ class LocalWorld:
         self.ranks = tuple(range(num_ranks))
         self.process = 0
         self.num_processes = 1
+        self.devices = HOST
         self.failure = Failure(limits)
 
     def gather(self, value: torch.Tensor, what: str) -> list[torch.Tensor]:

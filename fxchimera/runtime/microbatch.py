@@ -25,6 +25,7 @@ __all__ = [
     "MicroBatch",
     "describe",
     "describe_batch",
+    "device_of",
     "digest",
     "dimensions",
     "divide",
@@ -171,6 +172,12 @@ def sample(batch: Batch) -> int:
     for tensor in batch.tensors:
         hashed.update(_some_bytes(tensor, _SAMPLED * len(batch.microbatches)))
     return int.from_bytes(hashed.digest(), "big") >> 1
+
+
+def device_of(batch: Batch) -> torch.device:
+    """Return where a batch is: where its first input tensor is, or the CPU."""
+    inputs = batch.microbatches[0].inputs
+    return inputs[0].device if inputs else torch.device("cpu")
 
 
 def describe_batch(batch: Batch) -> str:

@@ -21,10 +21,14 @@ def clip_gradients(
     is double precision if a parameter is, else single.
     """
     norms = torch.zeros(len(names), dtype=torch.float64, device="cpu")
+    found: dict[torch.device, dict[int, torch.Tensor]] = {}
     for i, name in enumerate(names):
         gradient = owned[name].grad if name in owned else None
         if gradient is not None:
-            norms[i] = torch.linalg.vector_norm(_values(gradient), norm_type).to("cpu", torch.float64)
+            norm = torch.linalg.vector_norm(_values(gradient), norm_type).to(torch.float64)
+            found.setdefault(norm.device, {})[i] = norm
+    for there in found.values():  # one read for each device, as the host waits for it
+        norms[list(there)] = torch.stack(list(there.values())).cpu()
     gathered = world.gather(norms, "clip_grad_norm_()")
     pipeline = dict.fromkeys(world.grid.processes[0])  # the others have the same gradients
     everything = torch.stack([gathered[process] for process in pipeline]).sum(0)  # all but one addend are zero

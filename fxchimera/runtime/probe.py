@@ -21,6 +21,7 @@ import torch
 from fxchimera.errors import FxChimeraError, PipelineError
 from fxchimera.runtime.crew import Crew
 from fxchimera.runtime.failure import Failure
+from fxchimera.runtime.lanes import Lanes
 from fxchimera.runtime.mailbox import Mailbox
 from fxchimera.runtime.message import Key, Payload
 from fxchimera.runtime.replica import Replica
@@ -49,7 +50,7 @@ class Found:
     nodes: NodeCosts
 
 
-def measure(probes: Sequence[Probe], world: World) -> tuple[Measurement, NodeCosts]:
+def measure(probes: Sequence[Probe], world: World, lanes: Lanes) -> tuple[Measurement, NodeCosts]:
     """Collective: run the probes of this process, and return what all ranks have measured, the same on every rank.
 
     Raises:
@@ -57,7 +58,7 @@ def measure(probes: Sequence[Probe], world: World) -> tuple[Measurement, NodeCos
     """
     crew = Crew(probes, world.failure)
     try:
-        own = crew.call(Probe.run)
+        own = lanes.call(crew, Probe.run)
     finally:
         crew.close()
     everything = [found for process in world.gather_objects(own, "what profile() measured") for found in process]
@@ -224,7 +225,7 @@ class Probe:
     def _exchange(self, stage: int, size: int, *, first: bool) -> float:
         """Send a message of ``size`` bytes there and back, again and again; returns the median seconds of one way."""
         there, arriving, back, returned = (channel(*end, self._placement) for end in _ends(stage, self._placement))
-        device = self._sample.program.captured.device
+        device = next((tensor.device for tensor in self._sample.inputs), torch.device("cpu"))
         message, key, metas = torch.zeros(size, dtype=torch.uint8, device=device), _key(stage), (_meta(size),)
         taken = []
         for _ in range(_times(self._sample)):

@@ -19,10 +19,13 @@ from fxchimera.errors import FxChimeraError, PipelineError
 from fxchimera.runtime.attempts import Attempts
 from fxchimera.runtime.distributed import DistributedTransport
 from fxchimera.runtime.engine import Engine
+from fxchimera.runtime.feed import moved
+from fxchimera.runtime.handover import local_transport
 from fxchimera.runtime.job import Job
-from fxchimera.runtime.local import LocalTransport
+from fxchimera.runtime.lanes import Lanes
 from fxchimera.runtime.loss import LossFn, loss_of
 from fxchimera.runtime.microbatch import MicroBatch
+from fxchimera.runtime.moving import spread_model
 from fxchimera.runtime.probe import Probe, measure, probe_channels
 from fxchimera.runtime.program import Program
 from fxchimera.runtime.replica import Replica
@@ -40,6 +43,7 @@ from fxchimera_passes.capture.state import generators_untouched, without_cache
 from fxchimera_passes.captured import Captured
 from fxchimera_passes.cost import NodeCosts
 from fxchimera_passes.plan import StagePlan
+from fxchimera_passes.structure import flatten
 
 __all__ = ["Profiled", "agree_on_rounds", "profile_cut", "profile_pipeline"]
 
@@ -97,7 +101,7 @@ def profile_pipeline(model: nn.Module, engine: Engine, attempts: Attempts, world
         _refuse_repeated(sample.program, world)
         probes = engine.probes(sample)
         with _untouched(model, sample.program, probes):
-            found, _ = measure(probes, world)
+            found, _ = measure(probes, world, engine.lanes)
     middle = sorted(range(1, rounds + 1), key=seconds.__getitem__)[rounds // 2]
     return Profiled(found, seconds[middle], parts[middle])
 
@@ -126,15 +130,18 @@ def profile_cut(
     loss = _loss(program, None, loss_fn) if loss_fn is None or _takes_output_alone(loss_fn) else None
     sample = Sample(program=program, inputs=example.inputs, loss=loss, rounds=rounds, nodes=True)
     channels, transports, probes = probe_channels(placement), list[Transport](), list[Probe]()
-    shared: Transport | None = LocalTransport(channels, world.failure) if local else None
+    spread_model(captured, cut, placement, world)
+    lanes = Lanes(world.devices, world.ranks)
+    shared = local_transport(channels, lanes, world.failure) if local else None
     try:
         for rank in world.ranks:
             transports.append(shared or DistributedTransport(rank, channels, world.failure))
             down = [stage for pipe, stage in placement.replicas(rank) if pipe == 0]
-            replicas = {stage: Replica(model, program, 0, stage, shares_memory=local) for stage in down}
-            probes.append(Probe(rank, placement, replicas, transports[-1], sample, world.failure))
+            where = world.devices.of(rank)
+            replicas = {stage: Replica(model, program, 0, stage, shares_memory=local, device=where) for stage in down}
+            probes.append(Probe(rank, placement, replicas, transports[-1], sample.on(where), world.failure))
         with generators_untouched(), _untouched(model, program, probes):
-            return measure(probes, world)
+            return measure(probes, world, lanes)
     except PipelineError as error:
         if not captured.assumed:
             raise
@@ -154,7 +161,13 @@ def _takes_output_alone(loss_fn: LossFn) -> bool:
 
 
 def _loss(program: Program, target: Any, loss_fn: LossFn | None) -> Callable[[list[torch.Tensor]], torch.Tensor]:
-    return lambda outputs: loss_of(program.captured.out_structure.rebuild(outputs), target, loss_fn)
+    tensors, structure = flatten(target)
+
+    def loss(outputs: list[torch.Tensor]) -> torch.Tensor:
+        there = structure.rebuild([moved(tensor, outputs[0].device) for tensor in tensors]) if tensors else target
+        return loss_of(program.captured.out_structure.rebuild(outputs), there, loss_fn)
+
+    return loss
 
 
 def _refuse_repeated(program: Program, world: World) -> None:

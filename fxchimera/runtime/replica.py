@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import fx, nn
 
-from fxchimera.errors import FxChimeraError
 from fxchimera.runtime.again import again_for
 from fxchimera.runtime.batchnorm import Delta, NormLayer, norm_layers, on_scratch_statistics
 from fxchimera.runtime.clone import Follower, clone_modules, set_by_name
@@ -27,6 +26,7 @@ from fxchimera.runtime.message import Payload
 from fxchimera.runtime.observation import Observation
 from fxchimera.runtime.program import Program
 from fxchimera.runtime.settings import Snapshot
+from fxchimera.runtime.stagebuffers import StageBuffers, place_of
 from fxchimera.runtime.turns import Turns
 from fxchimera_passes._torch import run_backward
 from fxchimera_passes.capture.state import remembered
@@ -51,10 +51,12 @@ class Replica:
     """The copy of stage ``stage`` in pipeline ``pipe``.
 
     ``parameters`` are all the stage reads, by canonical name; those in ``mirrored`` belong to another replica and are refreshed
-    from it.  ``buffers`` likewise; a down replica uses the user's own.
+    from it.  ``buffers`` likewise; a down replica uses the user's own, where they are on its ``device`` (None: the CPU).
     """
 
-    def __init__(self, model: nn.Module, program: Program, pipe: int, stage: int, *, shares_memory: bool) -> None:
+    def __init__(
+        self, model: nn.Module, program: Program, pipe: int, stage: int, *, shares_memory: bool, device: torch.device | None = None
+    ) -> None:
         self.pipe = pipe
         self.stage = stage
         plan = program.stage(stage)
@@ -64,14 +66,15 @@ class Replica:
         own = {name: model.get_parameter(alias) for name, alias in self._aliases.items()}
         self.mirrored = tuple(name for name in held if pipe or program.plan.owner[name] != stage)
         self.parameters = {
-            name: _mirror(parameter, shares_memory, program.captured.device) if name in self.mirrored else parameter
+            name: _mirror(parameter, shares_memory, device or program.captured.device) if name in self.mirrored else parameter
             for name, parameter in own.items()
         }
-        self.buffers: dict[str, torch.Tensor] = {}
-        self._buffer_places: list[tuple[str, nn.Module, str]] = []
-        self._mirror_places = [(name, *_place(model, self._aliases[name])) for name in self.mirrored]
+        self._buffers = StageBuffers(model, device, own=pipe == 0)
+        self.buffers = self._buffers.values
+        self._mirror_places = [(name, *place_of(model, self._aliases[name])) for name in self.mirrored]
         self.deltas: dict[int, dict[str, Delta]] = {}
         self._model = model
+        self._device = device
         self._clones = nn.Module() if self.mirrored or pipe else None
         self._memo: dict[int, Any] = {}
         self._follower = Follower(self._memo)
@@ -106,23 +109,13 @@ class Replica:
             FxChimeraError: A module cannot be cloned.
         """
         for program in programs:
-            for name in program.stage(self.stage).buffers:
-                if name not in self.buffers:
-                    buffer = self._model.get_buffer(name)
-                    self.buffers[name] = buffer.detach().clone() if self.pipe else buffer
-                    self._buffer_places.append((name, *_place(self._model, name)))
+            self._buffers.learn(program.stage(self.stage).buffers)
             self._module(program)
 
     def follow(self, present: Snapshot | None) -> None:
         """Take over what the user has set on the model: modes, attributes, hooks, ``requires_grad``, buffers of another kind."""
-        for name, holder, key in self._buffer_places:
-            theirs, ours = holder._buffers[key], self.buffers[name]
-            if theirs is None:
-                raise FxChimeraError(f"buffer {name!r} is gone since the model was wrapped; wrap the model again")
-            if self.pipe == 0 and theirs is not ours:
-                self._exchange_buffer(name, theirs)
-            elif (theirs.shape, theirs.dtype, theirs.device) != (ours.shape, ours.dtype, ours.device):
-                self._exchange_buffer(name, theirs.detach().clone())
+        for before, now in self._buffers.follow():
+            self._exchange_buffer(before, now)
         self._follower.follow(present)
         for name, holder, key in self._mirror_places:
             wanted = cast(nn.Parameter, holder._parameters[key]).requires_grad
@@ -134,7 +127,7 @@ class Replica:
         microbatch: int,
         program: Program,
         received: Payload,
-        inputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],
         *,
         deferred_norms: bool,
         split: bool = False,
@@ -145,7 +138,7 @@ class Replica:
             microbatch: Its number; the backward is asked for by it.
             program: The recording that fits the micro-batch.
             received: The values from the stage before, which the stage may overwrite.
-            inputs: All input tensors of the micro-batch.
+            inputs: The input tensors of the micro-batch, by position.
             deferred_norms: Leave batch-norm statistics alone and note the micro-batch's share in ``deltas`` instead.
             split: The backward will come in two parts.
         """
@@ -237,6 +230,10 @@ class Replica:
         return Deferral(allowed) if allowed else None
 
     def _module(self, program: Program) -> fx.GraphModule:
+        if self._buffers.copied and self._clones is None:  # the user's own modules hold the original
+            self._clones = nn.Module()
+            self._names.clear()
+            self._bound.clear()
         bound = self._bound.get(program)
         if bound is None:
             graph = program.graphs[self.stage]
@@ -246,12 +243,11 @@ class Replica:
                 root = self._clones
             self._names |= set(graph.modules)
             self._norms = norm_layers({name: module_at(root, name) for name in self._names})
-            bound = self._bound[program] = graph.bind(root, again=again_for(graph.stage.recompute))
+            bound = self._bound[program] = graph.bind(root, device=self._device, again=again_for(graph.stage.recompute))
         return bound
 
-    def _exchange_buffer(self, name: str, tensor: torch.Tensor) -> None:
-        """Put ``tensor`` in the place of a buffer, in the clones too."""
-        before, self.buffers[name] = self.buffers[name], tensor
+    def _exchange_buffer(self, before: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Put ``tensor`` in the place of a buffer in the clones."""
         for module in self._clones.modules() if self._clones is not None else ():
             module._buffers.update({key: tensor for key, value in module._buffers.items() if value is before})
         self._bound.clear()
@@ -275,17 +271,15 @@ class Replica:
                 set_by_name(self._clones, attribute, tensor)
 
 
-def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module that holds the parameter or buffer ``name``, and its name there."""
-    path, _, key = name.rpartition(".")
-    return model.get_submodule(path), key
-
-
 def _mirror(parameter: nn.Parameter, shares_memory: bool, device: torch.device) -> nn.Parameter:
     """A parameter with its own ``.grad``; on the same device it shares the owner's storage."""
-    data = parameter.detach() if shares_memory else parameter.detach().clone()
+    data = parameter.detach()
     if data.is_meta:  # the first refresh brings values
         data = torch.empty_like(data, device=device)
+    elif data.device != device:
+        data = data.to(device)
+    elif not shares_memory:
+        data = data.clone()
     return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
 

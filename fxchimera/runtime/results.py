@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,11 @@ import torch
 
 from fxchimera.runtime.job import Result
 from fxchimera.runtime.loss import total_loss
+from fxchimera.runtime.microbatch import Batch, device_of
 from fxchimera.runtime.world import World
 from fxchimera.schedule.timeline import Timeline
 from fxchimera_passes.captured import Answer
+from fxchimera_passes.structure import flatten
 
 __all__ = ["Losses", "Verdict", "gather_answers", "gather_failure", "gather_losses", "gather_outputs", "gather_timeline"]
 
@@ -46,7 +48,7 @@ def gather_losses(world: World, results: Sequence[Result], weights: tuple[float,
     One small tensor a rank travels: present flags, losses in double precision (exact for every dtype), the dtype's number, and
     the weights.
     """
-    own = {m: loss for result in results for m, loss in result.losses.items()}
+    own = on_host({m: loss for result in results for m, loss in result.losses.items()})
     kinds = [1.0 + _DTYPES.index(loss.dtype) for loss in own.values()]
     present = [float(m in own) for m in range(len(weights))] + [kinds[0] if kinds else 0.0]
     values = [float(own[m]) if m in own else math.nan for m in range(len(weights))] + [math.nan]
@@ -63,6 +65,15 @@ def gather_losses(world: World, results: Sequence[Result], weights: tuple[float,
         if kind:
             dtype = _DTYPES[int(kind) - 1]
     return Losses(losses, tuple(everyones), dtype)
+
+
+def on_host(losses: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Bring losses to the CPU, all of a device at once, as the host waits for each read."""
+    found = {m: loss for m, loss in losses.items() if loss.device.type == "cpu"}
+    for device in dict.fromkeys(loss.device for loss in losses.values() if loss.device.type != "cpu"):
+        there = {m: loss for m, loss in losses.items() if loss.device == device}
+        found |= zip(there, torch.stack(list(there.values())).cpu(), strict=True)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +121,19 @@ def gather_failure(world: World, results: Sequence[Result], broken: Collection[i
     return failure
 
 
-def gather_outputs(world: World, results: Sequence[Result]) -> list[Any]:
-    """Collective: return the outputs of all micro-batches of this pipeline, ascending."""
-    own = {m: output for result in results for m, output in result.outputs.items()}
+def gather_outputs(world: World, results: Sequence[Result], batch: Batch) -> list[Any]:
+    """Collective: return the outputs of all micro-batches of this pipeline, ascending, on the device where ``batch`` is."""
+    device = device_of(batch)
+    own = {m: _moved(output, device) for result in results for m, output in result.outputs.items()}
     everything = {m: output for process in world.gather_in_pipeline(own, "the outputs") for m, output in process.items()}
     return [everything[microbatch] for microbatch in sorted(everything)]
+
+
+def _moved(output: Any, device: torch.device) -> Any:
+    tensors, structure = flatten(output)
+    if all(tensor.device == device for tensor in tensors):
+        return output
+    return structure.rebuild([tensor.to(device) for tensor in tensors])
 
 
 def gather_timeline(world: World, timeline: Timeline | None) -> Timeline | None:

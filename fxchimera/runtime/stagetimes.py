@@ -10,10 +10,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from fxchimera.runtime.feed import moved
 from fxchimera.runtime.gradients import HeldHooks, take_gradients
 from fxchimera.runtime.message import Payload
 from fxchimera.runtime.program import Program
@@ -49,6 +50,10 @@ class Sample:
     randomness: tuple[int, int, int] = (0, 0, 0)
     rounds: int = 5
     nodes: bool = False
+
+    def on(self, device: torch.device | None) -> Sample:
+        """The same micro-batch on a device."""
+        return self if device is None else replace(self, inputs=[moved(tensor, device) for tensor in self.inputs])
 
 
 @dataclass(frozen=True, slots=True)

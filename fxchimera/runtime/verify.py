@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxchimera.runtime.feed import batch_on
 from fxchimera.runtime.gradients import GradientSum
 from fxchimera.runtime.job import Job
 from fxchimera.runtime.loss import total_loss
 from fxchimera.runtime.reference import Reference, run_reference
+from fxchimera.runtime.settings import attributes
 from fxchimera.runtime.world import World
 from fxchimera_passes.plan import StagePlan
 
@@ -103,13 +105,16 @@ def compare_with_plain(
         loss: Its loss.
         own: The gradients that this process owns.
     """
+    own = {name: None if gradient is None else gradient.cpu() for name, gradient in own.items()}
     gathered = world.collect(own if world.grid.pipeline == 0 else {}, "verify()")
     result: Verification | None = None
     if world.process == world.grid.row[0]:
-        plain = plain_copy(model, names, _state_of_first(world, state))
+        device = world.devices.first
+        plain = plain_copy(model, names, _state_of_first(world, state), device)
+        batch = job.batch if device is None else batch_on(job.batch, device)
         shares, place = job.weights, job.order.placement
         expected = run_reference(
-            plain, job.batch, job.programs, place, weights=shares, loss_fn=job.loss_fn, seed=job.seed, step=job.step
+            plain, batch, job.programs, place, weights=shares, loss_fn=job.loss_fn, seed=job.seed, step=job.step
         )
         expected = _of_all_pipelines(world, expected, shares)
         found = {name: gradient for part in gathered for name, gradient in part.items()}
@@ -155,7 +160,7 @@ def compare(
         if (found is None) != (expected is None):
             absolute = distance = float("inf")
         elif found is not None and expected is not None:
-            delta = _wide(found) - _wide(expected)
+            delta = _wide(found) - _wide(expected).to(found.device)
             absolute, distance = float(delta.abs().max()) if delta.numel() else 0.0, float(delta.norm())
             norm = float(_wide(expected).norm())
         scale = max(norm, _FLOOR * whole)
@@ -173,13 +178,19 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return dense.to(torch.complex128 if dense.is_complex() else torch.float64)
 
 
-def plain_copy(model: nn.Module, names: Mapping[str, tuple[str, ...]], state: Mapping[str, Any]) -> nn.Module:
-    """Return a copy of ``model`` with the parameters and buffers of ``state`` and gradients of its own."""
+def plain_copy(
+    model: nn.Module, names: Mapping[str, tuple[str, ...]], state: Mapping[str, Any], device: torch.device | None = None
+) -> nn.Module:
+    """Return a copy of ``model`` with the parameters and buffers of ``state`` and gradients of its own, on ``device`` if given."""
     memo: dict[int, Any] = {}
+    if device is not None:
+        others = [value for module in model.modules() for value in attributes(module).values()]
+        held = [*model.buffers(), *(value for value in others if isinstance(value, torch.Tensor))]
+        memo |= {id(tensor): tensor.detach().to(device, copy=True) for tensor in held}
     for aliases in names.values():
         parameter = model.get_parameter(aliases[0])
         value = next((state[alias] for alias in aliases if alias in state), None)
-        data = parameter.detach() if value is None else value.to(parameter.dtype)
+        data = parameter.detach() if value is None else value.to(device or value.device, parameter.dtype)
         memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
     clone: nn.Module = copy.deepcopy(model, memo)
     for name, buffer in clone.named_buffers(remove_duplicate=False):

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from fxchimera.errors import FxChimeraError, PipelineError
 from fxchimera.runtime.caller import Caller
 from fxchimera.runtime.circle import Circle
+from fxchimera.runtime.devices import HOST, Devices
 from fxchimera.runtime.failure import Cause, Failure, Limits
 from fxchimera.runtime.grid import Grid
 from fxchimera.runtime.groups import connect, destroy, join, open_devices
@@ -39,7 +40,8 @@ class World(Protocol):
 
     Every process makes the same calls in the same order; ``what`` names one for the error when they do not.  ``ranks`` are the
     ranks of its pipeline that this process runs; ``process`` and ``num_processes`` its place among the processes; ``grid`` tells
-    which process runs what, and ``counterparts`` are those of its rank in the other pipelines, if there are any.
+    which process runs what, and ``counterparts`` are those of its rank in the other pipelines, if there are any.  ``devices`` is
+    where ranks compute.
     """
 
     grid: Grid
@@ -48,6 +50,7 @@ class World(Protocol):
     process: int
     num_processes: int
     failure: Failure
+    devices: Devices
 
     def gather(self, value: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Return every process's CPU tensor of one common shape and dtype, by process, on all processes."""
@@ -87,6 +90,7 @@ class DistributedWorld:
             self._calls.leave = join(datetime.timedelta(seconds=limits.wait_seconds))
         self.process = dist.get_rank()
         self.num_processes = width * num_ranks
+        self.devices = HOST
         self.grid = Grid(tuple(tuple(range(w * num_ranks, (w + 1) * num_ranks)) for w in range(width)), self.process)
         self.ranks: tuple[int, ...] = (self.grid.rank,)
         timeout = datetime.timedelta(seconds=limits.wait_seconds)

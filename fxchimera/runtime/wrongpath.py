@@ -17,6 +17,7 @@ import torch
 from fxchimera.errors import PipelineError
 from fxchimera.runtime.failure import Cause
 from fxchimera.runtime.job import Broken, Job, Result
+from fxchimera.runtime.lanes import Lane
 from fxchimera.runtime.message import Payload
 from fxchimera.runtime.script import Cue, Message
 from fxchimera.schedule.action import Kind
@@ -28,8 +29,9 @@ __all__ = ["WrongPaths"]
 class WrongPaths:
     """What one rank does about errors in micro-batches whose answers were assumed."""
 
-    def __init__(self, rank: int, job: Job, result: Result) -> None:
+    def __init__(self, rank: int, job: Job, result: Result, lane: Lane | None = None) -> None:
         self._rank, self._job, self._result = rank, job, result
+        self._device = None if lane is None else lane.device
 
     @contextmanager
     def noticing(self, cue: Cue) -> Iterator[None]:
@@ -75,6 +77,6 @@ class WrongPaths:
         program, stage = cue.program, cue.action.stage
         assert program is not None
         if cue.action.kind is Kind.F:
-            device = program.captured.device
+            device = self._device or program.captured.device
             return [torch.zeros(meta.shape, dtype=meta.dtype, device=device) for meta in program.forward_metas(stage + 1)]
         return [None] * len(program.backward_metas(stage - 1))

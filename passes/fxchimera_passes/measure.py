@@ -66,6 +66,7 @@ class _Meter:
         self.factors = backward_factors(captured)
         self.forward: dict[str, float] = {}
         self.backward: dict[str, float] = {}
+        self.device = captured.device
 
     def run(self, tensors: Sequence[Tensor]) -> NodeCosts:
         """Time all nodes on these input tensors."""
@@ -73,6 +74,7 @@ class _Meter:
 
     def run_stage(self, stage: Stage, received: Sequence[Tensor], tensors: Sequence[Tensor]) -> NodeCosts:
         """Time the nodes of a stage."""
+        self.device = next((tensor.device for tensor in (*received, *tensors)), self.device)
         named = {node.name: node for node in self.captured.graph.nodes}
         for value, tensor in zip(stage.received, received, strict=True):
             self.values[named[value.name]] = tensor.detach().clone().requires_grad_(value.meta.requires_grad)
@@ -96,7 +98,8 @@ class _Meter:
 
     def _attribute(self, name: str) -> Any:
         if name in self.captured.constants:
-            return self.captured.constants[name]
+            value = self.captured.constants[name]
+            return value.to(self.device) if isinstance(value, Tensor) else value
         path, _, last = name.rpartition(".")
         return getattr(self.captured.model.get_submodule(path), last)
 
@@ -110,6 +113,8 @@ class _Meter:
             return {key: self._given(part) for key, part in argument.items()}
         if isinstance(argument, slice):
             return slice(self._given(argument.start), self._given(argument.stop), self._given(argument.step))
+        if isinstance(argument, torch.device) and argument.type == self.captured.device.type:
+            return self.device
         return argument
 
     def _timed(self, node: fx.Node) -> Any:

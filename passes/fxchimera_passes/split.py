@@ -26,6 +26,8 @@ from fxchimera_passes.whole import module_at
 
 __all__ = ["StageGraph", "split", "stand_in"]
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageGraph:
@@ -33,7 +35,7 @@ class StageGraph:
 
     ``constants`` are the recording's constants that the graph reads, by attribute name.  ``modules`` are the qualified names of the
     leaf modules that it calls, ``attributes`` those of the parameters and buffers that it reads itself.  ``regions`` are the names
-    of the nodes that are run again in the backward, region by region.
+    of the nodes that are run again in the backward, region by region.  ``device`` is where the recording's tensors live.
     """
 
     stage: Stage
@@ -42,12 +44,14 @@ class StageGraph:
     modules: tuple[str, ...]
     attributes: tuple[str, ...]
     regions: tuple[tuple[str, ...], ...] = ()
+    device: torch.device = _CPU
 
     def bind(self, root: nn.Module, *, device: torch.device | None = None, again: Wrap | None = None) -> fx.GraphModule:
         """Make a module that runs the graph on ``root``'s own submodules, parameters and buffers.
 
-        ``root`` is the recorded model or a clone of it.  With ``device`` the constants, and operations recorded with an explicit
-        device, go there.  ``again`` makes of a region what runs it again in the backward; without it nothing is.
+        ``root`` is the recorded model or a clone of it.  With ``device`` the constants go there, and so does what was recorded with
+        an explicit device of the recording's kind.  ``again`` makes of a region what runs it again in the backward; without it
+        nothing is.
         """
         holder = nn.Module()
         holder.training = root.training
@@ -64,7 +68,7 @@ class StageGraph:
         for old, new in zip(self.graph.nodes, graph.nodes, strict=True):
             new.meta = dict(old.meta)
             if device is not None:
-                new.args, new.kwargs = _on_device((new.args, new.kwargs), device)
+                new.args, new.kwargs = _on_device((new.args, new.kwargs), self.device.type, device)
         place = {old.name: new for old, new in zip(self.graph.nodes, graph.nodes, strict=True)}
         check = watched(self.stage.index, len(self.stage.received), holder, graph)
         for number, names in enumerate(self.regions if again is not None else ()):
@@ -114,6 +118,7 @@ class _Writer:
             modules=tuple(self.modules),
             attributes=tuple(self.attributes),
             regions=self._regions(),
+            device=self.captured.device,
         )
 
     def _regions(self) -> tuple[tuple[str, ...], ...]:
@@ -212,5 +217,11 @@ def _attribute(root: nn.Module, name: str) -> Any:
     return getattr(root.get_submodule(path), last)
 
 
-def _on_device(arguments: Any, device: torch.device) -> Any:
-    return fx.node.map_aggregate(arguments, lambda value: device if isinstance(value, torch.device) else value)
+def _on_device(arguments: Any, kind: str, device: torch.device) -> Any:
+    """Put ``device`` in the place of devices of this kind; others, most often the CPU, are meant as they are."""
+
+    def placed(value: Any) -> Any:
+        named = isinstance(value, str) and (value == kind or value.startswith(f"{kind}:"))
+        return device if named or (isinstance(value, torch.device) and value.type == kind) else value
+
+    return fx.node.map_aggregate(arguments, placed)

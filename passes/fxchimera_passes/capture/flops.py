@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fxchimera_passes._torch import OpOverload, makes_view
 
-__all__ = ["bytes_of", "dear", "flops_of", "tensors_in"]
+__all__ = ["bytes_of", "dear", "each_tensor", "flops_of", "tensors_in"]
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -25,6 +25,14 @@ def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, (tuple, list)):
         return [tensor for part in value for tensor in tensors_in(part)]
     return []
+
+
+def each_tensor(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return an operator's argument with ``function`` applied to the tensors in it (tuples and lists only)."""
+    if isinstance(value, Tensor):
+        return function(value)
+    kind = type(value)
+    return kind(each_tensor(function, part) for part in value) if kind in (tuple, list) else value
 
 
 def flops_of(operator: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> float:

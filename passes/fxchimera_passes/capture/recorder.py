@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fxchimera_passes._torch import FakeTensorMode, saved_tensor_hook, without
+from fxchimera_passes._torch import FakeTensor, FakeTensorMode, saved_tensor_hook, without
 from fxchimera_passes.capture.attributes import AttributeRule
 from fxchimera_passes.capture.fakes import fake_of
 from fxchimera_passes.capture.frames import Frames
@@ -92,6 +92,8 @@ class Recorder:
         self.marks: list[Mark] = []
         self.watch = Watch(self.frames.draw, lambda tensor: names.tensor(tensor) is not None, self._mark_cut)
         self.watch.saved.leave_out([*model.parameters(), *model.buffers()])
+        self._constants: dict[int, tuple[Tensor, Tensor]] = {}
+        self.watch.placed = self._placed if device.type != "cpu" else None
         self.writer = GraphWriter(names, self.frames, self.watch, device)
         self.functions = FunctionRule(self)
         self.modules = ModuleRule(self)
@@ -174,6 +176,14 @@ class Recorder:
             shape = tuple(tensor.shape)
             reason = f"{reader} reads a tensor of shape {shape}{made}, that was not passed to it; pass it as an argument"
             raise NeedClose(self.frames.opened.module, reason, line, fatal=True)
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        """A constant of the model's, which its stages will have on their devices, as a tensor of the device recorded for."""
+        if isinstance(tensor, FakeTensor) or tensor.device.type != "cpu" or not tensor.dim():
+            return tensor
+        if id(tensor) not in self._constants:
+            self._constants[id(tensor)] = tensor, fake_of(tensor, self.mode, self.device)
+        return self._constants[id(tensor)][1]
 
     @property
     def assumed(self) -> list[Assumption]:

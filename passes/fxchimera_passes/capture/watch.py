@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fxchimera_passes._torch import FakeTensor, OpOverload, TorchDispatchMode, operator_name, storage_key, written
-from fxchimera_passes.capture.flops import bytes_of, dear, flops_of, tensors_in
+from fxchimera_passes.capture.flops import bytes_of, dear, each_tensor, flops_of, tensors_in
 from fxchimera_passes.capture.lines import user_line
 from fxchimera_passes.capture.saved import Saved
 from fxchimera_passes.captured import RandomKey
@@ -56,6 +56,8 @@ class Seen:
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Charges every operator to the node being recorded; while ``operator`` is set, each operator is a node, and it is told.
 
+    ``placed`` brings constants of opened modules to the device that is recorded for, if that is not the CPU.
+
     Args:
         draw: names the random operation that runs now.
         named: tells whether a tensor is a parameter or buffer of the model.
@@ -72,6 +74,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.count = 0
         self.makers: dict[int, nn.Module] = {}
         self.operator: Callable[[OpOverload, tuple[Any, ...], Mapping[str, Any], Any, Seen], None] | None = None
+        self.placed: Callable[[Tensor], Tensor] | None = None
         self._kept: list[Tensor] = []
 
     @contextmanager
@@ -116,7 +119,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         key = self.draw() if is_random(func, args, kwargs) else None
-        result = func(*args, **kwargs)
+        if self.placed is not None and self.seen.maker is None:
+            result = func(*each_tensor(self.placed, args), **{name: each_tensor(self.placed, kwargs[name]) for name in kwargs})
+        else:
+            result = func(*args, **kwargs)
         seen, inputs, outputs = self.seen, tensors_in([*args, *kwargs.values()]), tensors_in(result)
         if key is not None:
             seen.random.append(key)

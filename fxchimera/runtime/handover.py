@@ -1,0 +1,122 @@
+"""Messages between ranks that are threads and compute on accelerators: copies on the channel's own stream.
+
+    compute of the source        ... F --- event
+    channel                              `-- wait  copy --- event
+    compute of the destination                            `-- wait  F ...
+
+The host of neither rank waits: the queue hands over tensors that are still to be written, with the event that says when.  What
+stays on its device is copied only if the receiver may write into it.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from fxchimera.errors import PipelineError
+from fxchimera.runtime.failure import Failure
+from fxchimera.runtime.lanes import Lane, Lanes
+from fxchimera.runtime.local import LocalTransport
+from fxchimera.runtime.message import Key, Payload
+from fxchimera.runtime.streams import is_host
+from fxchimera.runtime.transport import Channel, Expected
+from fxchimera_passes.captured import TensorMeta
+
+__all__ = ["StreamTransport", "local_transport"]
+
+_Handed = tuple[Key, Payload, torch.Event]
+
+
+class _Line:
+    """One channel: its queue, and its stream on either device (the same one if both ranks share a device)."""
+
+    def __init__(self, source: Lane, destination: Lane, *, written: bool) -> None:
+        self.source, self.destination = source, destination
+        self.queue: queue.SimpleQueue[_Handed] = queue.SimpleQueue()
+        self.here = source.accelerator.stream(source.device)
+        self.shared = source.device == destination.device
+        self.there = self.here if self.shared else source.accelerator.stream(destination.device)
+        self.copies = written or not self.shared
+        source.streams.append(self.here)
+        if not self.shared:
+            destination.streams.append(self.there)
+
+    def pass_on(self, payload: Payload) -> tuple[Payload, torch.Event]:
+        """Bring tensors over, on the source's thread; returns them and the event after which they may be read."""
+        accelerator = self.source.accelerator
+        produced = accelerator.event(self.source.compute)
+        detached = [None if tensor is None else tensor.detach() for tensor in payload]
+        if not self.copies:
+            return detached, produced
+        accelerator.wait(self.here, produced)
+        with self._current():
+            copied = [None if tensor is None else self._copy(tensor) for tensor in detached]
+            arrived = accelerator.event(self.there)
+        return copied, arrived
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if is_host(tensor.device):
+            return tensor.clone(memory_format=torch.preserve_format)
+        self.source.accelerator.keep(tensor, self.here)
+        return tensor.to(self.destination.device, non_blocking=True, copy=True)
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """Copy on the channel's streams: torch copies on the present ones of both devices, each of which waits for the other."""
+        accelerator = self.source.accelerator
+        before = accelerator.current(self.destination.device)
+        accelerator.use(self.there)
+        accelerator.use(self.here)
+        try:
+            yield
+        finally:
+            accelerator.use(before)
+            accelerator.use(self.source.compute)
+
+
+class StreamTransport:
+    """The lines of all channels; one object serves every rank of the process."""
+
+    shares_memory = False
+
+    def __init__(self, channels: Iterable[Channel], lanes: Lanes, failure: Failure) -> None:
+        self._failure = failure
+        self._lines = {c: _Line(lanes[c[0]], lanes[c[1]], written=c[2].endswith("F")) for c in channels}
+
+    def post(self, expected: Sequence[Expected]) -> None:
+        """Nothing to prepare: a queue takes what comes."""
+
+    def send(self, channel: Channel, key: Key, payload: Payload, metas: Sequence[TensorMeta]) -> None:
+        """Copy the tensors and put the copies into the channel's queue."""
+        line = self._lines[channel]
+        line.queue.put((key, *line.pass_on(payload)))
+
+    def has(self, channel: Channel) -> bool:
+        """Whether the channel holds a message; perhaps it is still to be written."""
+        return not self._lines[channel].queue.empty()
+
+    def receive(self, channel: Channel, key: Key, what: object) -> Payload:
+        """Take the next message of the channel; the rank's stream waits until it has been written."""
+        line = self._lines[channel]
+        found, payload, arrived = self._failure.wait(line.queue, what)
+        if found != key:
+            raise PipelineError(f"{what}: expected {key}, but {found} arrived in its place")
+        accelerator, compute = line.destination.accelerator, line.destination.compute
+        accelerator.wait(compute, arrived)
+        for tensor in payload:
+            if tensor is not None and not is_host(tensor.device):
+                accelerator.keep(tensor, compute)
+        return payload
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def local_transport(channels: Iterable[Channel], lanes: Lanes, failure: Failure) -> LocalTransport | StreamTransport:
+    """What carries messages between ranks that are threads."""
+    if lanes.devices.accelerator is None:
+        return LocalTransport(channels, failure)
+    return StreamTransport(channels, lanes, failure)
