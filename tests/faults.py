@@ -45,7 +45,7 @@ IN_USER_CODE = {
     "exit": "SystemExit: planted",
 }
 OF_PROCESSES = {"kill": "is gone", "stop": "has been stopped", "leave": "is gone"}
-HARMLESS = ("late", "busy")
+HARMLESS = ("late", "busy", "nap")
 LATE_SECONDS = 3.0
 
 _RAISED: dict[str, BaseException] = {
@@ -65,8 +65,11 @@ def faults(kind: str, stages: int) -> list[Fault]:
     return [Fault(kind, victim, call) for victim, call in places]
 
 
-def plant(fault: Fault, on_victim: Callable[[], bool]) -> tuple[Example, Callable[[], None]]:
-    """Make an example, and the function after whose call the fault is due; ``on_victim`` tells whether it is called there."""
+def plant(fault: Fault, on_victim: Callable[[], bool], seconds: float = LATE_SECONDS) -> tuple[Example, Callable[..., None]]:
+    """Make an example, and a function that makes the fault due, at its place or in another forward.
+
+    ``on_victim`` tells whether it is called on the victim; ``seconds`` is how long a harmless one takes.
+    """
     x, target = data(2 * N, WIDTH)
     model, left = seeded(lambda: chain(4)), [0]
 
@@ -78,7 +81,7 @@ def plant(fault: Fault, on_victim: Callable[[], bool]) -> tuple[Example, Callabl
 
     def before(module: nn.Module, inputs: tuple[Tensor]) -> None:
         if fault.kind != "loss" and due():
-            _strike(fault.kind, inputs[0])
+            _strike(fault.kind, inputs[0], seconds)
 
     def loss_fn(output: Tensor, wanted: Tensor) -> Tensor:
         if fault.kind == "loss" and due():
@@ -88,23 +91,23 @@ def plant(fault: Fault, on_victim: Callable[[], bool]) -> tuple[Example, Callabl
     for layer in model.children():
         layer.register_forward_pre_hook(before)
 
-    def arm() -> None:
-        left[0] = fault.call
+    def arm(call: int = fault.call) -> None:
+        left[0] = call
 
     return Example(model, (x,), {}, target, loss_fn), arm
 
 
-def _strike(kind: str, x: Tensor) -> None:
+def _strike(kind: str, x: Tensor, seconds: float) -> None:
     if kind in _RAISED:
         raise _RAISED[kind]
     if kind == "backward":
         (x if x.requires_grad else x.requires_grad_()).register_hook(_raise_in_backward)
     elif kind == "leave":
         os._exit(0)
-    elif kind == "late":
-        time.sleep(LATE_SECONDS)
+    elif kind in ("late", "nap"):
+        time.sleep(seconds)
     elif kind == "busy":
-        ctypes.PyDLL(None).usleep(int(1e6 * LATE_SECONDS))  # with the interpreter to itself
+        ctypes.PyDLL(None).usleep(int(1e6 * seconds))  # with the interpreter to itself
     else:
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 
+from fxchimera.runtime import pulse
 from tests import workers
 from tests.faults import Fault, plant
 from tests.local.wrapped import step, wrap
 from tests.parity import assert_same_tensors, gradients_of
 
-__all__ = ["Ending", "meet"]
+__all__ = ["Ending", "meet", "straggle"]
 
 # the error's class and text ("" without one), and after how many seconds it came; the class and the seconds of another step's; the
 # seconds of close()
@@ -40,3 +42,22 @@ def meet(fault: Fault, stages: int, schedule: str) -> Ending:
     began = time.monotonic()
     pipe.close()
     return error, text, seconds, again, at_once, time.monotonic() - began
+
+
+def straggle(stages: int, schedule: str, count: int, seconds: float, scale: float) -> list[float]:
+    """Train on one batch, ``count`` steps, in each of which one rank sleeps somewhere; return the losses.
+
+    The limits by which a rank counts as stopped or silent are ``scale`` times the usual ones.
+    """
+    for name in ("_PERIOD_SECONDS", "_STOPPED_SECONDS", "_SILENT_SECONDS", "_AWAY_SECONDS"):
+        setattr(pulse, name, scale * getattr(pulse, name))
+    naps = [0]
+    example, arm = plant(Fault("nap", 0, 1), lambda: workers.rank() == naps[0], seconds)
+    chance = random.Random(0)
+    with wrap(example, stages, 4, schedule) as pipe:
+        losses = [float(step(pipe, example).loss)]
+        for _ in range(count):
+            naps[0] = chance.randrange(stages)
+            arm(chance.randint(1, 4))
+            losses.append(float(step(pipe, example).loss))
+    return losses

@@ -64,3 +64,21 @@ def test_a_slow_rank_is_waited_for(processes: Pool, kind: str, stages: int, sche
     for error, text, seconds, again, _, _ in processes.run(stages, failing.meet, Fault(kind, 1, 2), stages, schedule):
         assert (error, text, again) == ("", "", "")
         assert seconds > LATE_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedule", "count", "seconds", "scale"),
+    [
+        (2, "chimera", 5, 0.3, 0.05),
+        pytest.param(4, "chimera", 100, 0.3, 0.05, marks=pytest.mark.torture),
+        pytest.param(2, "1f1b", 10, 30.0, 1.0, marks=[pytest.mark.torture, pytest.mark.timeout(600)]),
+    ],
+)
+def test_stragglers_raise_no_false_alarm_and_change_no_bit(
+    processes: Pool, stages: int, schedule: str, count: int, seconds: float, scale: float
+) -> None:
+    answers = processes.run(
+        stages, failing.straggle, stages, schedule, count, seconds, scale, limit=60.0 + 2 * count * seconds, spoils=True
+    )
+    assert len({loss for losses in answers for loss in losses}) == 1
+    assert [len(losses) for losses in answers] == [count + 1] * stages

@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 
 from fxchimera.errors import ScheduleError
 from fxchimera.schedule import (
-    Action,
-    Costs,
     Order,
     Placement,
     SyncEdge,
@@ -27,6 +25,7 @@ from fxchimera.schedule import (
     one_way,
     simulate,
 )
+from tests.pure.random_orders import random_costs, random_order
 
 TEXT = re.compile(r"(\d+)([A-Z]+_?[A-Z]?)(?:([<>])(\d+)|(\d+))")
 
@@ -169,41 +168,10 @@ PLACEMENTS = st.one_of(
 )
 
 
-def random_order(place: Placement, chance: random.Random, *, split: bool) -> Order:
-    """The projection of a random linear order of all computations that respects the data."""
-    cells = [(stage, m) for stage in range(place.num_stages) for m in range(place.n_microbatches)]
-    halves = {cell for cell in cells if split and chance.random() < 0.5}
-    todo = [(stage, "F", m) for stage, m in cells]
-    todo += [(stage, kind, m) for stage, m in cells for kind in (("I", "W") if (stage, m) in halves else ("B",))]
-    done: set[tuple[int, str, int]] = set()
-    ranks: list[list[Action]] = [[] for _ in range(place.num_ranks)]
-
-    def ready(stage, kind, m):
-        if kind == "F":
-            return stage == 0 or (stage - 1, "F", m) in done
-        if kind == "W":
-            return (stage, "I", m) in done
-        above = stage == place.num_stages - 1 or (stage + 1, "B", m) in done or (stage + 1, "I", m) in done
-        return above and (stage, "F", m) in done
-
-    while todo:
-        item = chance.choice([item for item in todo if ready(*item)])
-        todo.remove(item)
-        done.add(item)
-        stage, kind, m = item
-        ranks[place.rank(stage, m)].append(Action.parse(f"{stage}{kind}{m}"))
-    return Order("random", place, tuple(map(tuple, ranks)))
-
-
 def random_edges(place: Placement, chance: random.Random) -> tuple[SyncEdge, ...]:
     held = sorted({(stage, rank) for rank in range(place.num_ranks) for _, stage in place.replicas(rank)})
     edges = [SyncEdge(stage, rank, owner) for stage, rank in held for owner in range(place.num_ranks) if owner != rank]
     return tuple(edge for edge in edges if chance.random() < 0.3)
-
-
-def random_costs(depth: int, chance: random.Random) -> Costs:
-    forward, first, second = (tuple(chance.choice([0.0, 1.0, chance.random()]) for _ in range(depth)) for _ in range(3))
-    return Costs(forward=forward, input_grad=first, weight_grad=second, latency=chance.choice([0.0, chance.random()]))
 
 
 @settings(max_examples=150, deadline=None)
