@@ -20,6 +20,7 @@ from fxchimera.planner.draft import Auto, Draft, draft
 from fxchimera.planner.measured import replanned
 from fxchimera.planner.relief import Recompute
 from fxchimera.planner.table import Plan
+from fxchimera.runtime.batchnorm import BatchNorm, check_batch_norm
 from fxchimera.runtime.copies import allows_two_copies
 from fxchimera.runtime.devices import DeviceLike, choose_devices
 from fxchimera.runtime.failure import Cause, Limits
@@ -71,6 +72,7 @@ def pipeline(
     seed: int | None = None,
     nan: NanPolicy = "raise",
     devices: DeviceLike | Sequence[DeviceLike] | None = None,
+    batch_norm: BatchNorm = "each",
     wait_seconds: float = 600.0,
 ) -> Pipeline:
     """Wrap ``model`` so that it trains on ``num_stages`` ranks, or, by several pipelines side by side, on a multiple of that.
@@ -125,6 +127,8 @@ def pipeline(
         devices: Where ranks compute: one device for all, or one for each, as ``torch.device`` or text.  Default: every visible
             CUDA device in turn, under torchrun the one numbered LOCAL_RANK; else the CPU.  The parameters are moved there and
             stay the same objects; a batch is copied there; what a forward-only call returns comes back to the batch's device.
+        batch_norm: Each micro-batch is normalised by its own statistics.  The running ones are updated by "each", as in a plain
+            loop over micro-batches, with a warning that names the layers, or "deferred": once a step, by the whole batch's.
         wait_seconds: How long a rank waits for one message before it raises.
 
     Warns:
@@ -137,6 +141,7 @@ def pipeline(
         FxChimeraError: The number of ranks is no multiple of ``num_stages``, or not the one asked for, or ranks disagree.
     """
     check_policy(nan)
+    check_batch_norm(batch_norm, model, n_microbatches)
     order = _order(schedule, num_stages, n_microbatches)
     model, cuts = plain(model, split_points, _stages(order))
     world = make_world(num_stages, Limits(wait_seconds), data_parallel)
@@ -174,7 +179,7 @@ def pipeline(
         programs, plan = _plan(model, batch, order, cuts, cost, world, memory, optimizer_values, recompute, settled)
         return Pipeline(
             model, programs, plan.order, world, plan=plan, loss_fn=loss_fn, loss_weight=loss_weight, specs=specs,
-            seed=chosen_seed, nan=nan,
+            seed=chosen_seed, nan=nan, batch_norm=batch_norm,
         )  # fmt: skip
     except BaseException as error:
         world.failure.report(Cause(world.process, f"pipeline() could not be made: {type(error).__name__}: {error}"))

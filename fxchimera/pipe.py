@@ -17,6 +17,7 @@ from fxchimera.planner.profile import Profile
 from fxchimera.planner.table import Plan
 from fxchimera.runtime.agreement import Call, agree
 from fxchimera.runtime.attempts import Attempts
+from fxchimera.runtime.batchnorm import BatchNorm
 from fxchimera.runtime.dataparallel import DataParallel
 from fxchimera.runtime.engine import Engine, Orders
 from fxchimera.runtime.failure import Cause
@@ -62,6 +63,7 @@ class Pipeline(DataParallel):
         specs: ChunkSpecs,
         seed: int,
         nan: NanPolicy = "raise",
+        batch_norm: BatchNorm = "each",
     ) -> None:
         first: Program = programs.first
         self.plan = plan
@@ -72,7 +74,7 @@ class Pipeline(DataParallel):
         self._orders = Orders.of(order, first.plan, self._costs, sizes)
         agree(world, "plan", repr(first.plan) + self._orders.step.digest() + repr(sizes))
         self._owner = owner_process(model, first.plan, self._names, order.placement)
-        self._engine = Engine(model, first, self._orders, world)
+        self._engine = Engine(model, first, self._orders, world, deferred=batch_norm == "deferred")
         self._preparation = Preparation(
             model, programs, self._engine, world, loss_fn=loss_fn, loss_weight=loss_weight, specs=specs, seed=seed
         )

@@ -81,10 +81,10 @@ class Engine:
     this rank does not own are meta tensors, so that a stale use fails loudly.
     """
 
-    def __init__(self, model: nn.Module, program: Program, orders: Orders, world: World) -> None:
+    def __init__(self, model: nn.Module, program: Program, orders: Orders, world: World, *, deferred: bool = False) -> None:
         self.orders = orders
         self.world = world
-        self._model = model
+        self._model, self._deferred = model, deferred
         self.placement = orders.step.placement
         self.accept(program)
         spread_model(program.captured, program.plan, self.placement, world)
@@ -99,7 +99,9 @@ class Engine:
             transport = shared or DistributedTransport(rank, channels, world.failure, room)
             self._transports.append(transport)
             replicas = {
-                (pipe, stage): Replica(model, program, pipe, stage, shares_memory=local, device=world.devices.of(rank))
+                (pipe, stage): Replica(
+                    model, program, pipe, stage, shares_memory=local, device=world.devices.of(rank), deferred=deferred
+                )
                 for pipe, stage in self.placement.replicas(rank)
             }
             first = world.grid.pipeline * self.placement.n_microbatches
@@ -178,7 +180,7 @@ class Engine:
 
     def share_statistics(self) -> None:
         """Collective, after a forward-only call: the owners' batch-norm layers take over what both replicas have seen."""
-        if len(self.placement.pipes) * self.world.grid.width < 2 or not self._norms_learn():
+        if not (self._deferred or len(self.placement.pipes) * self.world.grid.width > 1) or not self._norms_learn():
             return
         noted = {use: moments for e in self.executors for use, moments in e.exchange.take_statistics().items()}
         everything = _joined(self.world.gather_objects(noted, "statistics of batch norm"))

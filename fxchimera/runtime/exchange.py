@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fxchimera.runtime.batchnorm import Delta, apply_deltas
+from fxchimera.runtime.batchnorm import Delta
 from fxchimera.runtime.gradients import GradientSum, HeldHooks, add_to_grad, hooked, take_gradients
 from fxchimera.runtime.message import Payload
 from fxchimera.runtime.replica import Replica
@@ -264,7 +264,7 @@ class Exchange:
             for use in [use for use in self._deltas if use[1] == stage]:
                 moments.update(self._deltas.pop(use))
             for layer in replica.norms:
-                apply_deltas(layer.module, [moments[m][layer.name] for m in sorted(moments) if layer.name in moments[m]])
+                layer.apply({moment: deltas[layer.name] for moment, deltas in moments.items() if layer.name in deltas})
 
     def _link(self, stage: int, mirror: int, owner: int) -> _Link:
         pipe = next(pipe for pipe, held in self._placement.replicas(mirror) if held == stage)

@@ -110,7 +110,8 @@ class _Run:
         self._exchange, self._transport, self._job, self._lane = executor.exchange, transport, job, executor.lane
         self._outbox: dict[Key, Payload] = {}
         self._losses: dict[int, torch.Tensor] = {}
-        self._deferred_norms = len(placement.pipes) > 1 or buckets is not None
+        deferred = any(replica.deferred for replica in executor.replicas.values())
+        self._deferred_norms = deferred or len(placement.pipes) > 1 or buckets is not None
         self._errands = Errands(executor.rank, placement, executor.exchange, transport, job, buckets)
         self._wrong = WrongPaths(executor.rank, job, self.result, executor.lane)
         self._profiled = profiling()

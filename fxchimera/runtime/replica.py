@@ -51,14 +51,22 @@ class Replica:
     """The copy of stage ``stage`` in pipeline ``pipe``.
 
     ``parameters`` are all the stage reads, by canonical name; those in ``mirrored`` belong to another replica and are refreshed
-    from it.  ``buffers`` likewise; a down replica uses the user's own, where they are on its ``device`` (None: the CPU).
+    from it.  ``buffers`` likewise; a down replica uses the user's own, where they are on its ``device`` (None: the CPU).  With
+    ``deferred`` batch norm learns by step.
     """
 
     def __init__(
-        self, model: nn.Module, program: Program, pipe: int, stage: int, *, shares_memory: bool, device: torch.device | None = None
+        self,
+        model: nn.Module,
+        program: Program,
+        pipe: int,
+        stage: int,
+        *,
+        shares_memory: bool,
+        device: torch.device | None = None,
+        deferred: bool = False,
     ) -> None:
-        self.pipe = pipe
-        self.stage = stage
+        self.pipe, self.stage, self.deferred = pipe, stage, deferred
         plan = program.stage(stage)
         names = program.captured.parameters
         held = dict.fromkeys((*plan.parameters, *(plan.owned if pipe == 0 else ())))
@@ -242,7 +250,7 @@ class Replica:
                 self._extend_clones(graph.modules, graph.attributes, program)
                 root = self._clones
             self._names |= set(graph.modules)
-            self._norms = norm_layers({name: module_at(root, name) for name in self._names})
+            self._norms = norm_layers({name: module_at(root, name) for name in self._names}, deferred=self.deferred)
             bound = self._bound[program] = graph.bind(root, device=self._device, again=again_for(graph.stage.recompute))
         return bound
 
