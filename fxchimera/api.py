@@ -143,7 +143,7 @@ def pipeline(
     check_policy(nan)
     check_batch_norm(batch_norm, model, n_microbatches)
     order = _order(schedule, num_stages, n_microbatches)
-    model, cuts = plain(model, split_points, _stages(order))
+    model, cuts = plain(model, split_points, order)
     world = make_world(num_stages, Limits(wait_seconds), data_parallel)
     try:
         world.devices = choose_devices(devices, num_stages, processes=world.num_processes > 1)
@@ -214,7 +214,7 @@ def reference(
     """
     order = _order(schedule, num_stages, n_microbatches)
     refuse_meta(model, "reference()")
-    model, cuts = plain(model, split_points, _stages(order))
+    model, cuts = plain(model, split_points, order)
     specs = ChunkSpecs(args=args_chunk_spec, kwargs=kwargs_chunk_spec, target=target_chunk_spec)
     batch = divide(args, kwargs, target, n_microbatches, specs)
     programs, plan = _plan(model, batch, order, cuts, "analytic", None)
@@ -247,11 +247,6 @@ def _order(schedule: Schedule, num_stages: int, n_microbatches: int) -> Order | 
             f"num_stages={num_stages}, n_microbatches={n_microbatches}"
         )
     return order
-
-
-def _stages(order: Order | Auto) -> tuple[int, ...]:
-    """The numbers of stages that the model may be cut into."""
-    return (order.num_ranks, 2 * order.num_ranks) if isinstance(order, Auto) else (order.placement.num_stages,)
 
 
 def _plan(

@@ -23,7 +23,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.pipelining.stage import PipelineStage
 
 from fxchimera.errors import BatchError, FxChimeraError, PartitionError
-from fxchimera.planner.draft import draft
+from fxchimera.planner.draft import Auto, draft
 from fxchimera.planner.table import Plan
 from fxchimera.runtime.loss import LossFn, LossWeight, loss_of, weights_of
 from fxchimera.runtime.microbatch import Batch, ChunkSpecs, MicroBatch, describe, dimensions, divide
@@ -61,17 +61,18 @@ def places(split_points: SplitPoints) -> tuple[Place, ...]:
     return tuple(After(name) if point is SplitPoint.END else name for name, point in split_points.items())
 
 
-def plain(model: nn.Module, split_points: SplitPoints, stages: Sequence[int]) -> tuple[nn.Module, tuple[Place, ...]]:
+def plain(model: nn.Module, split_points: SplitPoints, order: Order | Auto) -> tuple[nn.Module, tuple[Place, ...]]:
     """What is to be recorded, and where to cut it: torch's ``Pipe`` is taken apart, and cut where it is unless cuts are given.
 
     Raises:
-        PartitionError: The pipe has another number of stages than one of ``stages``.
+        PartitionError: The pipe has another number of stages than ``order`` needs.
         FxChimeraError: The pipe cannot be taken apart.
     """
     cuts = places(split_points)
     if not isinstance(model, Pipe):
         return model, cuts
     found = stages_of(model)
+    stages = (order.num_ranks, 2 * order.num_ranks) if isinstance(order, Auto) else (order.placement.num_stages,)
     if not cuts and len(found) not in stages:
         raise PartitionError(
             f"the Pipe has {len(found)} stages ({', '.join(found)}), the schedule needs {' or '.join(map(str, stages))}; pass "
