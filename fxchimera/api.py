@@ -17,10 +17,12 @@ from fxchimera.interop import SplitPoints, plain
 from fxchimera.pipe import Pipeline
 from fxchimera.planner.caps import Cap
 from fxchimera.planner.draft import Auto, Draft, draft
+from fxchimera.planner.idle import idle
 from fxchimera.planner.measured import replanned
 from fxchimera.planner.relief import Recompute
 from fxchimera.planner.table import Plan
 from fxchimera.runtime.batchnorm import BatchNorm, check_batch_norm
+from fxchimera.runtime.compiled import Compiler, compiler_of, warn_compiled
 from fxchimera.runtime.copies import allows_two_copies
 from fxchimera.runtime.devices import DeviceLike, choose_devices
 from fxchimera.runtime.failure import Cause, Limits
@@ -39,7 +41,6 @@ from fxchimera.runtime.weightfiles import Checkpoint
 from fxchimera.runtime.world import World, make_world
 from fxchimera.schedule.families import make_order
 from fxchimera.schedule.order import Order
-from fxchimera_passes.plan import StagePlan
 from fxchimera_passes.points import Place
 
 __all__ = ["Pipeline", "pipeline", "reference"]
@@ -67,6 +68,7 @@ def pipeline(
     optimizer_values: float = 2.0,
     recompute: Recompute = "auto",
     profile: bool = False,
+    compile: bool | Mapping[str, Any] = False,  # noqa: A002
     checkpoint: Checkpoint | None = None,
     param_init_fn: ParamInit | None = None,
     seed: int | None = None,
@@ -116,6 +118,9 @@ def pipeline(
         profile: Measure the stages of a first plan on the ranks, what is in them, and messages between ranks, and plan cuts and
             order again from that; the model is recorded once.  A ``loss_fn`` that takes a target is left out, as there
             is none yet (:meth:`Pipeline.profile` has one).
+        compile: Run every stage through ``torch.compile``, with these of its keyword arguments ("backend", "mode", "options",
+            "dynamic", "fullgraph"), or by default.  Backwards are not split then, and random numbers are the same from run to
+            run only.  Results are those of the compiled model up to rounding.
         checkpoint: Weights to begin with, read tensor by tensor and converted to the model's dtype: a file (.safetensors, .bin,
             .pt, .pth), a folder with one, or with several and an index (``model.safetensors.index.json``), a mapping from names
             to tensors, or a function of a name.  Buffers that it lacks are initialised.
@@ -144,6 +149,7 @@ def pipeline(
     check_batch_norm(batch_norm, model, n_microbatches)
     order = _order(schedule, num_stages, n_microbatches)
     model, cuts = plain(model, split_points, order)
+    compiler = compiler_of(compile, recompute=recompute, profile=profile)
     world = make_world(num_stages, Limits(wait_seconds), data_parallel)
     try:
         world.devices = choose_devices(devices, num_stages, processes=world.num_processes > 1)
@@ -176,7 +182,7 @@ def pipeline(
             return made
 
         chosen_seed = world.spread(torch.initial_seed() if seed is None else seed, "pipeline()")
-        programs, plan = _plan(model, batch, order, cuts, cost, world, memory, optimizer_values, recompute, settled)
+        programs, plan = _plan(model, batch, order, cuts, cost, world, memory, optimizer_values, recompute, settled, compiler)
         return Pipeline(
             model, programs, plan.order, world, plan=plan, loss_fn=loss_fn, loss_weight=loss_weight, specs=specs,
             seed=chosen_seed, nan=nan, batch_norm=batch_norm,
@@ -260,6 +266,7 @@ def _plan(
     optimizer_values: float = 2.0,
     recompute: Recompute = "none",
     settled: Callable[[Draft], Draft] | None = None,
+    compiler: Compiler | None = None,
 ) -> tuple[Programs, Plan]:
     """Record the first micro-batch, cut the recording and settle the order; with measured costs every rank uses rank 0's."""
     example = batch.microbatches[0]
@@ -277,23 +284,15 @@ def _plan(
             optimizer_values=optimizer_values,
             agreed=None if world is None else lambda costs: world.spread(costs, "pipeline()"),
             threads=world is None or world.num_processes == 1,
-            recompute=recompute,
+            recompute=recompute if compiler is None else "none",
             device=device,
+            whole=compiler is not None,
         )
     if settled is not None:
         made = settled(made)
+    warn_compiled(model, compiler)
     for note in made.captured.report.notes:
         warnings.warn(note, stacklevel=3)
     for note in made.cut.notes:
-        warnings.warn(f"{note} {_idle(made.cut, made.order)}", CoarseCutWarning, stacklevel=3)
-    return Programs(made.captured, made.cut, example), made.plan
-
-
-def _idle(cut: StagePlan, order: Order) -> str:
-    """Say how many ranks have nothing to compute."""
-    place = order.placement
-    idle = sum(not any(cut.stages[stage].nodes for _, stage in place.replicas(rank)) for rank in range(place.num_ranks))
-    return (
-        f"Now {idle} of {place.num_ranks} ranks compute nothing. To refuse such a cut: "
-        'warnings.filterwarnings("error", category=fxchimera.CoarseCutWarning)'
-    )
+        warnings.warn(f"{note} {idle(made.cut, made.order)}", CoarseCutWarning, stacklevel=3)
+    return Programs(made.captured, made.cut, example, compiler), made.plan

@@ -77,6 +77,7 @@ def draft(
     threads: bool = False,
     recompute: Recompute = AUTO,
     device: torch.device | None = None,
+    whole: bool = False,
 ) -> Draft:
     """Record ``model`` on one micro-batch and cut the recording into the stages of ``order``.
 
@@ -93,6 +94,7 @@ def draft(
         threads: the ranks are threads of one process, so that measured costs go with fast messages.
         recompute: how much stages compute again in the backward; "auto" is what ``memory`` asks for.
         device: what the model is recorded for, if not the device that it is on.
+        whole: no backward can be split (stages are compiled).
 
     Raises:
         CaptureError: The model cannot be recorded.
@@ -115,7 +117,7 @@ def draft(
         costs = analytic(captured)
     return arrange(
         captured,
-        with_deferrable(captured, costs),
+        NodeCosts(costs.forward, costs.backward, {}) if whole else with_deferrable(captured, costs),
         order,
         split_points=split_points,
         memory=memory,

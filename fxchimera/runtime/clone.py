@@ -17,6 +17,7 @@ from torch import nn
 
 from fxchimera.errors import FxChimeraError
 from fxchimera.runtime.settings import HOOK_TABLES, Snapshot, attributes, frozen, hooks
+from fxchimera_passes._torch import compile_alike
 from fxchimera_passes.whole import module_at
 
 __all__ = ["Follower", "clone_modules", "set_by_name"]
@@ -49,6 +50,8 @@ def clone_modules(root: nn.Module, model: nn.Module, names: Iterable[str], memo:
                 f"module {name!r} ({type(original).__name__}) cannot be cloned for the second pipeline: {error}. "
                 'Use a schedule with one copy of each stage (schedule="1f1b"), or make the module deep-copyable'
             ) from error
+        for theirs, ours in zip(original.modules(), clone.modules(), strict=True):
+            compile_alike(theirs, ours)
         set_by_name(root, name, clone)
 
 

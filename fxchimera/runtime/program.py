@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch import nn
 
 from fxchimera.errors import FxChimeraError
+from fxchimera.runtime.again import again_for
+from fxchimera.runtime.compiled import Compiler, StageModule, in_turn
 from fxchimera.runtime.microbatch import Batch, MicroBatch
 from fxchimera.runtime.settings import Settings, Snapshot
 from fxchimera_passes.capture import recapture
@@ -46,17 +49,30 @@ _LACKING = (
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """One recording, cut into stages; ``counted_targets`` belong to the loss that the model computes itself, if it can be seen."""
+    """One recording, cut into stages; ``counted_targets`` belong to the loss that the model computes itself, if it can be seen.
+
+    With a ``compiler`` its stages run compiled.
+    """
 
     captured: Captured
     plan: StagePlan
     graphs: tuple[StageGraph, ...]
     counted_targets: CountedTargets | None
+    compiler: Compiler | None = None
 
     @classmethod
-    def of(cls, captured: Captured, plan: StagePlan) -> Program:
+    def of(cls, captured: Captured, plan: StagePlan, compiler: Compiler | None = None) -> Program:
         """Cut a recording as ``plan`` says."""
-        return cls(captured, plan, split(captured, plan), counted_targets(captured))
+        return cls(captured, plan, split(captured, plan), counted_targets(captured), compiler)
+
+    def bind(self, stage: int, root: nn.Module, device: torch.device | None = None) -> StageModule:
+        """Make ``stage`` ready to run on ``device`` and the modules of ``root``, the model or a clone of it."""
+        graph = self.graphs[stage]
+        made = self.compiler.bind(graph, root, device) if self.compiler is not None else None
+        if made is not None:
+            return made
+        plain = graph.bind(root, device=device, again=again_for(graph.stage.recompute))
+        return in_turn(plain, graph, root)
 
     def follows(self, answers: Sequence[Answer]) -> bool:
         """Tell whether these are the first answers that the recording assumes."""
@@ -121,7 +137,8 @@ class Programs:
     ``recordings`` counts those made after wrapping; ``device`` is where the example batch was.
     """
 
-    def __init__(self, captured: Captured, plan: StagePlan, example: MicroBatch) -> None:
+    def __init__(self, captured: Captured, plan: StagePlan, example: MicroBatch, compiler: Compiler | None = None) -> None:
+        self._compiler = compiler
         self._captured = captured
         self._plan = plan
         self._settings = Settings(captured.model, captured.report.stateful)
@@ -130,7 +147,7 @@ class Programs:
         self._unasked = 0
         self._asked = False
         self._values: Mapping[str, torch.Tensor] = {}
-        self.first = Program.of(captured, plan)
+        self.first = Program.of(captured, plan, compiler)
         self.present = self._settings.look()
         self._latest = self._key(example, self.present)
         self._chosen: dict[tuple[_Key, int], Program] = {}
@@ -227,13 +244,13 @@ class Programs:
         )
         captured = record()
         try:
-            return Program.of(captured, transfer(self._captured, self._plan, captured))
+            return Program.of(captured, transfer(self._captured, self._plan, captured), self._compiler)
         except PartitionError:
             if training:
                 raise
             captured = record(cache=False)
             warnings.warn("the model's key-value caches cannot cross the cuts and are left out of its output", stacklevel=2)
-            return Program.of(captured, transfer(self._captured, self._plan, captured))
+            return Program.of(captured, transfer(self._captured, self._plan, captured), self._compiler)
 
     def _count(self, key: _Key) -> None:
         self.recordings += 1

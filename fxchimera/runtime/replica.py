@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from fxchimera.runtime.again import again_for
 from fxchimera.runtime.batchnorm import Delta, NormLayer, norm_layers, on_scratch_statistics
 from fxchimera.runtime.clone import Follower, clone_modules, set_by_name
+from fxchimera.runtime.compiled import CompiledStage, StageModule
 from fxchimera.runtime.context import without_autocast
 from fxchimera.runtime.deferral import Deferral
 from fxchimera.runtime.division import Division
@@ -87,7 +87,7 @@ class Replica:
         self._memo: dict[int, Any] = {}
         self._follower = Follower(self._memo)
         self._names: set[str] = set()
-        self._bound: weakref.WeakKeyDictionary[Program, fx.GraphModule] = weakref.WeakKeyDictionary()
+        self._bound: weakref.WeakKeyDictionary[Program, StageModule] = weakref.WeakKeyDictionary()
         self._norms: tuple[NormLayer, ...] = ()
         self._in_flight: dict[int, _InFlight] = {}
         self._halves: dict[int, Parts] = {}  # of micro-batches whose I is done and whose W is not
@@ -231,13 +231,13 @@ class Replica:
     def _mode(self, program: Program) -> Deferral | Observation | None:
         """What the forward of a micro-batch with a split backward runs under; None where nothing can be put off."""
         allowed = self._allowed.get(program)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or isinstance(self._module(program), CompiledStage):
             return None
         if allowed is None:
             return Observation()
         return Deferral(allowed) if allowed else None
 
-    def _module(self, program: Program) -> fx.GraphModule:
+    def _module(self, program: Program) -> StageModule:
         if self._buffers.copied and self._clones is None:  # the user's own modules hold the original
             self._clones = nn.Module()
             self._names.clear()
@@ -251,7 +251,7 @@ class Replica:
                 root = self._clones
             self._names |= set(graph.modules)
             self._norms = norm_layers({name: module_at(root, name) for name in self._names}, deferred=self.deferred)
-            bound = self._bound[program] = graph.bind(root, device=self._device, again=again_for(graph.stage.recompute))
+            bound = self._bound[program] = program.bind(self.stage, root, self._device)
         return bound
 
     def _exchange_buffer(self, before: torch.Tensor, tensor: torch.Tensor) -> None:

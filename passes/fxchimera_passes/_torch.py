@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._C._autograd import _top_saved_tensors_default_hooks  # type: ignore[attr-defined,unused-ignore]
 from torch._C._functorch import peek_interpreter_stack  # type: ignore[attr-defined,unused-ignore]
 from torch._functorch import apis as functorch_apis
+from torch._functorch import config as functorch_config
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -41,7 +42,9 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "call_uncompiled",
+    "compile_alike",
     "compiled",
+    "compiling_whole",
     "grouped_mm",
     "hooks_of",
     "in_transform",
@@ -252,6 +255,21 @@ def hooks_of(module: nn.Module) -> tuple[list[Callable[..., Any]], bool]:
 def compiled(module: nn.Module) -> bool:
     """Tell whether ``torch.compile`` or ``module.compile()`` was used on this very module."""
     return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+
+
+def compile_alike(module: nn.Module, clone: nn.Module) -> None:
+    """Compile a copy as ``module.compile()`` was called, which copying leaves out; it stays as it is where that cannot be told."""
+    call = module._compiled_call_impl
+    if call is None or clone._compiled_call_impl is not None:
+        return
+    cells = dict(zip(call.__code__.co_freevars, call.__closure__ or (), strict=True))
+    if callable(again := cells["self"].cell_contents if "self" in cells else None):
+        clone._compiled_call_impl = again(clone._call_impl)
+
+
+def compiling_whole() -> AbstractContextManager[Any]:
+    """Compile the backward together with the forward, not when it first runs."""
+    return functorch_config.patch(force_non_lazy_backward_lowering=True)  # type: ignore[no-any-return,unused-ignore]
 
 
 def uncompiled() -> AbstractContextManager[Any]:

@@ -29,6 +29,7 @@ from fxchimera_passes.recompute import Replacement, Replay
 __all__ = [
     "HOST_ORDINAL",
     "HostStates",
+    "generators_alone",
     "is_random",
     "keyed_model",
     "keyed_random",
@@ -127,6 +128,25 @@ def keyed_model(model: nn.Module, keys: Sequence[RandomKey]) -> Iterator[None]:
                 seeding = _Seeding({key.call: seed_of(*where, key) for key in hosts if key.module == name})
                 stack.callback(seeding.around(model.get_submodule(name)))
         yield
+
+
+@contextmanager
+def generators_alone(key: RandomKey | None) -> Iterator[None]:
+    """Have torch's default generators, host and present device, for oneself; with ``key`` they begin at its seed for now."""
+    with _GENERATORS:
+        generators = [] if key is None else [torch.default_generator]
+        if key is not None and torch.accelerator.is_available():
+            found = _generator((), {"device": torch.accelerator.current_accelerator()})
+            generators += [found] if found is not None else []
+        states = [generator.get_state() for generator in generators]
+        try:
+            for generator in generators:
+                assert key is not None
+                generator.manual_seed(seed_now(key))
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
 
 def seed_of(seed: int, step: int, microbatch: int, key: RandomKey) -> int:
