@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections import Counter
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.local.wrapped import step, wrap
 from tests.models import MODELS
 from tests.parity import split
 
-__all__ = ["profiled", "scaled", "scaled_plainly", "trained_in_autocast"]
+__all__ = ["compiled", "profiled", "scaled", "scaled_plainly", "trained_in_autocast"]
 
 SCALE, WINDOW = 2.0**19, 3  # the first steps overflow in half precision; a few good ones double the scale again
 
@@ -25,6 +26,23 @@ def trained_in_autocast(name: str, stages: int, n: int, schedule: str) -> dict[s
     """Three optimizer steps in one region."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return workers.train(name, stages, n, schedule)
+
+
+def compiled(name: str, stages: int, n: int, schedule: str) -> dict[str, Any]:
+    """Train compiled stages, without the check of a pool that watches operators one by one."""
+    return contextvars.Context().run(_compiled, name, stages, n, schedule)
+
+
+def _compiled(name: str, stages: int, n: int, schedule: str) -> dict[str, Any]:
+    example = MODELS[name](batch=2 * n)
+    with wrap(example, stages, n, schedule, compile={"backend": "aot_eager"}) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05)
+        losses = []
+        for _ in range(2):
+            losses.append(float(step(pipe, example).loss))
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"losses": losses, "state": pipe.state_dict()}
 
 
 def profiled(name: str, stages: int, n: int, schedule: str) -> tuple[Counter[str], Counter[str]]:

@@ -150,6 +150,7 @@ MIXED: dict[str, tuple[Callable[[], nn.Module], Region]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:activation checkpointing")
 @pytest.mark.parametrize(
     ("name", "schedule"), [*((name, "chimera") for name in MIXED), ("twice", "zbv"), ("opened", "zbv"), ("inside", "1f1b")]
 )

@@ -44,3 +44,10 @@ def test_all_ranks_skip_the_same_steps(processes: Pool, name: str, schedule: str
     assert True in expected["skipped"]
     assert False in expected["skipped"]
     assert_same_tensors(ranks[0]["state"], expected["state"])
+
+
+def test_compiled_stages(processes: Pool) -> None:
+    expected = tools.compiled("tied", 2, 2, "chimera")
+    ranks = processes.run(2, tools.compiled, "tied", 2, 2, "chimera")
+    assert all(answer["losses"] == expected["losses"] for answer in ranks)
+    assert_same_tensors(ranks[0]["state"], expected["state"])
