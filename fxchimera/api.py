@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fxchimera.errors import CoarseCutWarning, ScheduleError
 from fxchimera.interop import SplitPoints, plain
@@ -28,6 +29,7 @@ from fxchimera.runtime.devices import DeviceLike, choose_devices
 from fxchimera.runtime.failure import Cause, Limits
 from fxchimera.runtime.feed import all_on
 from fxchimera.runtime.initialise import ParamInit
+from fxchimera.runtime.layout import Layout
 from fxchimera.runtime.loss import LossFn, LossWeight, weights_of
 from fxchimera.runtime.losscheck import check_loss, with_named_draws
 from fxchimera.runtime.materialise import Weights, materialise, named_attributes, refuse_meta
@@ -35,6 +37,7 @@ from fxchimera.runtime.microbatch import Batch, ChunkSpecs, divide
 from fxchimera.runtime.nonfinite import NanPolicy, check_policy
 from fxchimera.runtime.profile import profile_cut
 from fxchimera.runtime.program import Programs
+from fxchimera.runtime.rankplacement import RankPlacement
 from fxchimera.runtime.reference import Reference, run_reference, true_programs
 from fxchimera.runtime.state import owner_process
 from fxchimera.runtime.weightfiles import Checkpoint
@@ -57,6 +60,9 @@ def pipeline(
     num_stages: int,
     n_microbatches: int,
     data_parallel: int | None = None,
+    rank_placement: RankPlacement = "compact",
+    device_mesh: DeviceMesh | None = None,
+    pipeline_dim: str = "pp",
     schedule: Schedule = "auto",
     split_points: SplitPoints = (),
     loss_weight: LossWeight = "samples",
@@ -95,6 +101,11 @@ def pipeline(
         num_stages: Number of ranks (D), and of stages; a schedule with two stages a rank cuts the model into 2D.
         n_microbatches: Number of micro-batches a batch is divided into (N), both directions together.
         data_parallel: Number of pipelines (W), to be refused if the processes make another; by default what they make.
+        rank_placement: How ranks lie on nodes: "compact" (neighbours of a pipeline on one node, where that is possible) or
+            "mirrors_apart" (ranks r and D-1-r, which hold copies of each other's stages under two directions, on two nodes).
+        device_mesh: A mesh of which one dimension names the ranks of the pipeline, if the others are the caller's own: nothing is
+            summed over them, and ``step`` returns the loss of this pipeline's batch.
+        pipeline_dim: The name of that dimension; a mesh of one dimension need not have it.
         schedule: "auto" searches, in about a second, for the cut, the order and the shape that end soonest together: one way, a V
             (two stages a rank), both directions, or both with V; for any D.  A rank holds at most the activations of D
             micro-batches in 1/D of the model, or what ``memory`` allows, and a second copy of a stage where the model allows it.
@@ -150,7 +161,7 @@ def pipeline(
     order = _order(schedule, num_stages, n_microbatches)
     model, cuts = plain(model, split_points, order)
     compiler = compiler_of(compile, recompute=recompute, profile=profile)
-    world = make_world(num_stages, Limits(wait_seconds), data_parallel)
+    world = make_world(Layout.of(num_stages, data_parallel, rank_placement, device_mesh, pipeline_dim), Limits(wait_seconds))
     try:
         world.devices = choose_devices(devices, num_stages, processes=world.num_processes > 1)
         specs = ChunkSpecs(args=args_chunk_spec, kwargs=kwargs_chunk_spec, target=target_chunk_spec)

@@ -16,7 +16,7 @@ from tests.parity import Outcome, gradients_of, split
 from tests.workers import Caught, caught, owned_gradients, rank, step, threads
 
 __all__ = [
-    "expected_steps", "fail_in_forward", "mistakes", "refused", "shards", "train", "train_routed", "use_everything",
+    "expected_steps", "fail_in_forward", "mistakes", "refused", "shards", "train", "train_apart", "train_routed", "use_everything",
 ]  # fmt: skip
 
 
@@ -96,6 +96,17 @@ def train(
         "losses": losses, "gradients": gradients, "norm": norm, "verified": (result.bitwise, str(result)), "owned": owned,
         "state": state, "place": place, "start": start, "threads": threads(),
     }  # fmt: skip
+
+
+def train_apart(rows: Sequence[int]) -> tuple[tuple[int, list[str]], Tensor, dict[str, Tensor | None], int]:
+    """One step of two pipelines of two ranks on two nodes, mirrors apart; the pipeline, what is owned, loss and gradients."""
+    os.environ["GROUP_RANK"] = str(rank() // 2)  # as two agents of torchrun would set it
+    example = shards("mlp", rows, dtype=torch.float64)[rank() % 2]
+    whole = MODELS["mlp"](batch=max(rows), dtype=torch.float64)
+    with wrap(example._replace(args=whole.args), 2, 2, rank_placement="mirrors_apart") as pipe:
+        loss = step(pipe, example)
+        place = pipe.data_parallel_rank, sorted(name for name, _ in pipe.named_parameters())
+        return place, loss, owned_gradients(pipe), len(pipe.state_dict())
 
 
 # ---------------------------------------------------------------------- models that the shards take different ways through

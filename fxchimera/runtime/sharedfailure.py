@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from fxchimera.runtime.addresses import own_address
 from fxchimera.runtime.failure import Cause, Failure, Limits
 from fxchimera.runtime.grid import Grid
 from fxchimera.runtime.place import Place
@@ -111,13 +112,16 @@ def resolve_cause(failure: Failure, cause: Cause) -> Cause:
 
 
 def make_store(group: dist.ProcessGroup) -> TCPStore:
-    """Collective: rank 0 hosts a store on a free port of the rendezvous address; everybody connects."""
+    """Collective: the first rank of the group hosts a store on a free port, and everybody connects.
+
+    torch's rank 0 is reached at the rendezvous address; another rank at the address of the interface that leads there.
+    """
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    places: list[Any] = [None] * dist.get_world_size(group)
     store: TCPStore | None = None
-    port = 0
-    if dist.get_rank() == 0:
-        hosted = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        store, port = hosted, hosted.port
-    ports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ports, port, group=group)
-    return store if store is not None else TCPStore(host, ports[0], is_master=False, wait_for_workers=False)
+    if dist.get_rank(group) == 0:
+        host = host if dist.get_rank() == 0 else own_address(host, int(os.environ.get("MASTER_PORT", "1")))
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    dist.all_gather_object(places, (host, store.port) if store is not None else None, group=group)
+    host, port = places[0]
+    return store if store is not None else TCPStore(host, port, is_master=False, wait_for_workers=False)

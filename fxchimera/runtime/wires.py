@@ -10,7 +10,6 @@ Between sleeping neighbours on one machine a message of 1 KiB took 0.19 ms over 
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import struct
@@ -19,14 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 
 from fxchimera.errors import FxChimeraError
+from fxchimera.runtime.addresses import INTERFACES, own_address
 from fxchimera.runtime.failure import NAP_SECONDS
 from fxchimera.runtime.sharedfailure import SharedFailure
 from fxchimera.runtime.transport import Channel
 
 __all__ = ["open_wires", "read", "write"]
 
-_INTERFACES = "GLOO_SOCKET_IFNAME"  # torch's own variable; of several interfaces the first is taken
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"!{_TOKEN_BYTES}sI")
 _NAP, _SHORTEST_NAP = 0.5, 0.001  # seconds between looks at whether another rank has failed meanwhile
@@ -101,34 +99,11 @@ def _close(wires: Mapping[Channel, socket.socket]) -> None:
 
 
 def _listen(failure: SharedFailure, most: int) -> socket.socket:
-    host = _own_address(failure.store.host, failure.store.port)
+    host = own_address(failure.store.host, failure.store.port)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     server = socket.create_server((host, 0), family=family, backlog=most + _STRANGERS)
     server.settimeout(_NAP)
     return server
-
-
-def _own_address(host: str, port: int) -> str:
-    """Return the address of this machine by which the others reach it: that of the interface that leads to the store."""
-    named = os.environ.get(_INTERFACES, "").split(",")[0].strip()
-    if named:
-        return _address_of(named)
-    family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(place)  # sends nothing
-        found: str = probe.getsockname()[0]
-        return found
-
-
-def _address_of(interface: str) -> str:
-    try:
-        import fcntl  # not on Windows
-
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
-    except (ImportError, OSError) as error:
-        raise FxChimeraError(f"{_INTERFACES} names {interface!r}, whose IPv4 address cannot be found: {error}") from error
-    return socket.inet_ntoa(answer[20:24])
 
 
 def _dial(failure: SharedFailure, key: str, channel: Channel, number: int, deadline: float) -> socket.socket:
@@ -146,7 +121,7 @@ def _dial(failure: SharedFailure, key: str, channel: Channel, number: int, deadl
     except OSError as error:
         raise FxChimeraError(
             f"rank {channel[0]} cannot connect to rank {channel[1]} at {host} port {port}: {error}; a firewall between "
-            f"the machines, or the wrong interface ({_INTERFACES} names another)"
+            f"the machines, or the wrong interface ({INTERFACES} names another)"
         ) from error
     return wire
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from fxchimera.runtime.devices import HOST, Devices
 from fxchimera.runtime.failure import Cause, Failure, Limits
 from fxchimera.runtime.grid import Grid
 from fxchimera.runtime.groups import connect, destroy, join, open_devices
+from fxchimera.runtime.layout import Layout, is_started
 from fxchimera.runtime.localworld import LocalWorld
 from fxchimera.runtime.packets import Packets
 from fxchimera.runtime.sharedfailure import GRACE_SECONDS, SharedFailure, make_store, resolve_cause
@@ -83,18 +83,18 @@ class DistributedWorld:
     Adopts the default process group, or makes one from torchrun's environment variables and destroys it on close.
     """
 
-    def __init__(self, num_ranks: int, limits: Limits, data_parallel: int | None = None) -> None:
+    def __init__(self, layout: Layout, limits: Limits) -> None:
         self._calls = _Collectives("fxchimera-collectives")
-        width = _width(num_ranks, data_parallel)  # before joining: a rank that left again would break the others' joining
+        width = layout.width()  # before joining: a rank that left again would break the others' joining
         if not dist.is_initialized():
             self._calls.leave = join(datetime.timedelta(seconds=limits.wait_seconds))
-        self.process = dist.get_rank()
-        self.num_processes = width * num_ranks
         self.devices = HOST
-        self.grid = Grid(tuple(tuple(range(w * num_ranks, (w + 1) * num_ranks)) for w in range(width)), self.process)
-        self.ranks: tuple[int, ...] = (self.grid.rank,)
         timeout = datetime.timedelta(seconds=limits.wait_seconds)
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        members = layout.members
+        self._group = dist.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=members is not None)
+        self.process, self.num_processes = dist.get_rank(self._group), width * layout.num_ranks
+        self.grid = layout.grid(self._group)
+        self.ranks: tuple[int, ...] = (self.grid.rank,)
         store = make_store(self._group)
         self._shared = SharedFailure(limits, store, self.grid)
         self.failure: Failure = self._shared
@@ -171,7 +171,7 @@ class DistributedWorld:
         """Make torch's group of the counterparts, with the backend of the default group."""
         self._check()
         if self._column is None:
-            ranks = [row[self.grid.rank] for row in self.grid.processes]
+            ranks = [dist.get_global_rank(self._group, row[self.grid.rank]) for row in self.grid.processes]
             timeout = datetime.timedelta(seconds=self.failure.limits.wait_seconds)
             self._column = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
         return self._column
@@ -246,39 +246,13 @@ class _Collectives(Caller):
     leave: Callable[[], None] | None = None
 
 
-def _width(num_ranks: int, data_parallel: int | None) -> int:
-    """Return how many pipelines the processes make, be they joined already or only announced by torchrun.
-
-    Raises:
-        FxChimeraError: They make no whole number of pipelines, or another one than asked for.
-    """
-    joined = dist.is_initialized()
-    found = dist.get_world_size() if joined else int(os.environ["WORLD_SIZE"])
-    width, left = divmod(found, num_ranks)
-    if left or width == 0 or data_parallel not in (None, width):
-        rank = dist.get_rank() if joined else int(os.environ["RANK"])
-        ranks = num_ranks * (data_parallel or 1)
-        asked = f", data_parallel={data_parallel}" if data_parallel is not None else " a pipeline, and any number of pipelines"
-        raise FxChimeraError(
-            f"the schedule needs {ranks} ranks (num_stages={num_ranks}{asked}), but torch.distributed has a world of {found} "
-            f"(this is rank {rank}); start with torchrun --nproc-per-node {ranks}, or pass num_stages={found}"
-        )
-    return width
-
-
-def make_world(num_ranks: int, limits: Limits, data_parallel: int | None = None) -> World:
+def make_world(layout: Layout, limits: Limits) -> World:
     """Join the processes that torchrun (or the caller's own process group) has started, else make ranks of threads.
 
     Raises:
         FxChimeraError: The number of processes does not fit, or several pipelines are to be threads of one process.
     """
-    started = dist.is_available() and (dist.is_initialized() or ("RANK" in os.environ and "WORLD_SIZE" in os.environ))
-    if started:
-        return DistributedWorld(num_ranks, limits, data_parallel)
-    if data_parallel not in (None, 1):
-        raise FxChimeraError(
-            f"data_parallel={data_parallel} needs processes, each pipeline with a batch of its own; start with torchrun "
-            f"--nproc-per-node {num_ranks * (data_parallel or 1)}. The threads of one process are one pipeline, which takes more "
-            "micro-batches as well"
-        )
-    return LocalWorld(num_ranks, limits)
+    if is_started():
+        return DistributedWorld(layout, limits)
+    layout.refuse_threads()
+    return LocalWorld(layout.num_ranks, limits)

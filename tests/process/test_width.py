@@ -92,6 +92,18 @@ def test_no_sync_leaves_the_sum_to_the_last_step(processes: Pool, name: str, sch
     assert_trained_as_plain(answers, name, rows, 2, 2, times=3)
 
 
+def test_mirrors_on_two_nodes(processes: Pool) -> None:
+    """Pipeline 0 is on the processes 0 and 2, pipeline 1 on 1 and 3."""
+    rows = (5, 3)
+    answers = processes.run(4, wide.train_apart, rows)
+    expected, state = wide.expected_steps("mlp", rows, 2, 1)
+    assert [place for (place, _), *_ in answers] == [0, 1, 0, 1]
+    assert answers[0][0][1] == answers[1][0][1] != answers[2][0][1] == answers[3][0][1]
+    assert [count for *_, count in answers] == [len(state), 0, 0, 0]
+    for ranks in (answers[::2], answers[1::2]):
+        assert_close(Outcome(ranks[0][1], union([gradients for _, _, gradients, _ in ranks])), expected[0], 1e-12)
+
+
 def test_replicas_are_bit_identical_after_20_steps_with_dropout(processes: Pool) -> None:
     answers = processes.run(4, partial(wide.train, "mlp", (6, 5), 2, 2, "chimera", steps=20, dropout=0.2))
     for first, second in zip(answers[:2], answers[2:], strict=True):
