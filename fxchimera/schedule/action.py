@@ -54,6 +54,8 @@ class Kind(enum.Enum):
         self.content: str = text[-1]
         self.is_sync: bool = not self.is_compute and self.content in "PG"
 
+    __hash__ = object.__hash__  # a member is one object; enum's own is Python code, and a search asks some 10,000,000 times
+
 
 _TEXT = re.compile(r"([0-9]+)(SEND_[FB]|RECV_[FB]|[FBIW])([0-9]+)|([0-9]+)(SEND_[PG](?=>)|RECV_[PG](?=<))[<>]([0-9]+)")
 
