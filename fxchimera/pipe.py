@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fxchimera.errors import FxChimeraError, PipelineError
+from fxchimera.pipestate import StatefulPipeline
 from fxchimera.planner.measured import measured_plan
 from fxchimera.planner.profile import Profile
 from fxchimera.planner.table import Plan
@@ -31,7 +32,7 @@ from fxchimera.runtime.profile import agree_on_rounds, profile_pipeline
 from fxchimera.runtime.program import Program, Programs
 from fxchimera.runtime.report import write_report
 from fxchimera.runtime.results import gather_losses, gather_outputs, gather_timeline
-from fxchimera.runtime.state import gather_state, load_state, owned_state, owner_process
+from fxchimera.runtime.state import owner_process
 from fxchimera.runtime.trial import run_trial
 from fxchimera.runtime.verify import Verification, compare_with_plain
 from fxchimera.runtime.warmup import in_mode
@@ -44,7 +45,7 @@ from fxchimera.view.drawing import Drawing
 __all__ = ["Pipeline"]
 
 
-class Pipeline(DataParallel):
+class Pipeline(StatefulPipeline, DataParallel):
     """A model that trains on several ranks; made by :func:`pipeline`.  Not an ``nn.Module``.
 
     Every method is called on every rank, with the same arguments.  After a rank has failed, the object refuses further work.
@@ -181,7 +182,7 @@ class Pipeline(DataParallel):
         finally:
             self._synchronise = before
 
-    # ------------------------------------------------------------------ parameters and state
+    # ------------------------------------------------------------------ parameters
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters that this process owns, under the model's own names and in its order."""
@@ -207,19 +208,6 @@ class Pipeline(DataParallel):
             )
         dtypes = {name: self._model.get_parameter(aliases[0]).dtype for name, aliases in self._names.items()}
         return clip_gradients(self._engine.owned, dtypes, self._world, max_norm, norm_type)
-
-    def state_dict(self, *, full: bool = True) -> dict[str, Any]:
-        """Return the model's state under its own names: all of it, on the CPU, on rank 0 ({} elsewhere).
-
-        With ``full=False`` every process returns the entries that it owns, without copying.
-        """
-        if full:
-            return gather_state(self._model, self._owner, self._world)
-        return owned_state(self._model, self._owner, self._world)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a full state dict under the model's own names; under torchrun rank 0's counts."""
-        load_state(self._model, state_dict, self._owner, self._world, strict=strict)
 
     # ------------------------------------------------------------------ looking
 

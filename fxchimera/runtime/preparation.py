@@ -30,7 +30,7 @@ __all__ = ["Preparation"]
 
 
 class Preparation:
-    """Divides batches, finds their programs and weights, and makes jobs of them."""
+    """Divides batches, finds their programs and weights, and makes jobs of them; ``seed`` is that of the keyed randomness."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Preparation:
         seed: int,
     ) -> None:
         self._model, self._programs, self._engine, self._world = model, programs, engine, world
-        self._loss_fn, self._loss_weight, self._specs, self._seed = loss_fn, loss_weight, specs, seed
+        self._loss_fn, self._loss_weight, self._specs, self.seed = loss_fn, loss_weight, specs, seed
         self._loss_draws: set[RandomKey] = set()
         self._loss_checked: weakref.WeakKeyDictionary[Program, set[Hashable]] = weakref.WeakKeyDictionary()
         self._cuts: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
@@ -72,13 +72,13 @@ class Preparation:
             n, pipeline = order.placement.n_microbatches, self._world.grid.pipeline
             batch = divide(args, kwargs, target, n, self._specs, pipeline=pipeline)
             self._refuse_input_gradients(batch)
-            programs = self._programs.find(batch, self._engine.accept, seed=self._seed, step=steps[-1])
+            programs = self._programs.find(batch, self._engine.accept, seed=self.seed, step=steps[-1])
             wants_loss = call is not Call.FORWARD
             if wants_loss:
                 self._check_loss(programs, batch)
             job = Job(
                 step=steps[-1],
-                seed=self._seed,
+                seed=self.seed,
                 batch=batch,
                 programs=programs,
                 order=order,
@@ -163,8 +163,8 @@ class Preparation:
             for training, batch, step in itertools.product(modes, batches, steps):
                 with in_mode(self._model, training), torch.set_grad_enabled(training):
                     self._refuse_input_gradients(batch.batch)
-                    programs = self._programs.find(batch.batch, self._engine.accept, seed=self._seed, step=step)
-                batch.check(programs, self._seed, step)
+                    programs = self._programs.find(batch.batch, self._engine.accept, seed=self.seed, step=step)
+                batch.check(programs, self.seed, step)
                 found.update(dict.fromkeys(programs))
                 if len(found) > KEPT:
                     raise FxChimeraError(

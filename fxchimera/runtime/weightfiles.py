@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from fxchimera.errors import FxChimeraError
 
-__all__ = ["Checkpoint", "WeightSource", "open_weights"]
+__all__ = ["Checkpoint", "Files", "WeightSource", "open_weights"]
 
 Checkpoint: TypeAlias = str | os.PathLike[str] | Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor | None]
 
@@ -51,7 +51,7 @@ class _Given:
         return found
 
 
-class _Files:
+class Files:
     """Files of one checkpoint; ``places`` tells which file holds a tensor."""
 
     def __init__(self, text: str, places: Mapping[str, Path]) -> None:
@@ -134,8 +134,8 @@ def open_weights(checkpoint: Checkpoint) -> WeightSource:
     if path.is_dir():
         path = _only_file(path)
     if path.suffix == ".json":
-        return _Files(str(path), _indexed(path))
-    return _Files(str(path), dict.fromkeys(_opened(path).names(), path))
+        return Files(str(path), _indexed(path))
+    return Files(str(path), dict.fromkeys(_opened(path).names(), path))
 
 
 def _only_file(folder: Path) -> Path:

@@ -1,0 +1,203 @@
+"""Saving a pipeline and loading it again, at another number of ranks too.
+
+Every rank writes what it owns; rank 0 commits when all have.  A load looks at everything before it changes anything: names,
+shapes and the digest of every tensor, on all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+from fxchimera.errors import FxChimeraError
+from fxchimera.runtime.optimizerstate import OptimizerState, optimizer_state, packed_state
+from fxchimera.runtime.savedfiles import Saved, Stored, commit, damaged, files_of, read_index, remove_others, write_tensors
+from fxchimera.runtime.state import owned_state
+from fxchimera.runtime.weightfiles import Files
+from fxchimera.runtime.world import World
+
+__all__ = ["Held", "load", "save"]
+
+_T = TypeVar("_T")
+_NO_OPTIMIZER = OptimizerState({}, {}, {})
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one rank has written, and what of its optimizer's state is no tensor, by name."""
+
+    model: Mapping[str, Stored]
+    optimizer: Mapping[str, Stored]
+    states: Mapping[str, list[str]]
+    scalars: Mapping[str, Mapping[str, Any]]
+    options: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What this process holds of a pipeline: the model, who owns what, and its own parameters."""
+
+    model: nn.Module
+    owner: Mapping[str, int]
+    owned: Mapping[str, nn.Parameter]
+    world: World
+
+
+def save(held: Held, folder: Path, optimizer: torch.optim.Optimizer | None, values: Mapping[str, Any]) -> None:
+    """Collective: write a checkpoint; until all of it is on the disk the folder's earlier one stays as it is.
+
+    Args:
+        held: what this process has.
+        folder: made if need be; on a file system that all ranks share.
+        optimizer: of this process's parameters.
+        values: anything that JSON can say; rank 0's are kept.
+
+    Raises:
+        FxChimeraError: A rank could not write; the folder's earlier checkpoint is whole.
+    """
+    world = held.world
+    token: str = world.spread(uuid.uuid4().hex[:12], "save()")
+
+    def write() -> _Part:
+        if world.grid.pipeline:  # the first pipeline has the same
+            return _Part({}, {}, {}, {}, {})
+        folder.mkdir(parents=True, exist_ok=True)
+        state = owned_state(held.model, held.owner, world)
+        for name, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                raise FxChimeraError(
+                    f"the model's state_dict has a {type(value).__name__} under {name!r}; only tensors can be saved"
+                )
+        moments = _NO_OPTIMIZER if optimizer is None else optimizer_state(optimizer, held.owned)
+        flat = {f"{name}.{key}": tensor for name, own in moments.tensors.items() for key, tensor in own.items()}
+        return _Part(
+            model=write_tensors(folder, "model", token, world.process, state),
+            optimizer=write_tensors(folder, "optimizer", token, world.process, flat),
+            states={name: list(own) for name, own in moments.tensors.items()},
+            scalars=moments.scalars,
+            options=moments.options,
+        )
+
+    try:
+        parts = _together(world, write)
+        _together(world, lambda: _commit(folder, parts, values) if world.process == 0 else None)
+    except FxChimeraError:
+        if folder.is_dir():
+            remove_others(folder, None, only=token)
+        raise
+    if world.process == 0:
+        remove_others(folder, token)
+
+
+def _commit(folder: Path, parts: Sequence[_Part], values: Mapping[str, Any]) -> None:
+    whole = {field: {name: value for part in parts for name, value in getattr(part, field).items()} for field in _Part.__slots__}
+    try:
+        json.dumps(values)
+    except (TypeError, ValueError) as error:
+        raise FxChimeraError(f"extra must be made of numbers, text, lists and dicts: {error}") from error
+    rest = {field: whole[field] for field in ("states", "scalars", "options")}
+    commit(folder, Saved(whole["model"], whole["optimizer"], {**values, **rest}))
+
+
+def load(held: Held, folder: Path, optimizer: torch.optim.Optimizer | None) -> Mapping[str, Any]:
+    """Collective: take over a checkpoint, after all of it was found whole; returns its values.
+
+    Raises:
+        FxChimeraError: It is missing or damaged, or does not fit the model or the optimizer; nothing was changed.
+    """
+    world = held.world
+    saved = next(
+        found for found in _together(world, lambda: read_index(folder) if world.process == 0 else None) if found is not None
+    )
+    targets = {
+        name: tensor
+        for name, tensor in held.model.state_dict(keep_vars=True).items()
+        if isinstance(tensor, torch.Tensor) and not tensor.is_meta
+    }
+
+    def look() -> dict[str, Any] | None:
+        _compare(held.model, saved, folder)
+        _check_tensors(folder, saved, targets)
+        return None if optimizer is None else packed_state(optimizer, held.owned, _moments(folder, saved, held.owned))
+
+    packed = _own(world, look)
+
+    def change() -> None:
+        if optimizer is not None and packed is not None:
+            optimizer.load_state_dict(packed)
+        files = files_of(folder, saved.model)
+        with torch.no_grad():
+            for name, target in targets.items():
+                target.copy_(_read(files, name))
+
+    _together(world, change)
+    return saved.values
+
+
+def _check_tensors(folder: Path, saved: Saved, targets: Mapping[str, torch.Tensor]) -> None:
+    """Read all that this rank needs of the model."""
+    files = files_of(folder, saved.model)
+    _refuse_damage(folder, damaged(files, saved.model, targets))
+    for name, target in targets.items():
+        shape = _read(files, name).shape
+        if shape != target.shape:
+            raise FxChimeraError(f"{folder} holds {name!r} with the shape {tuple(shape)}, but the model's is {tuple(target.shape)}")
+
+
+def _moments(folder: Path, saved: Saved, owned: Mapping[str, nn.Parameter]) -> OptimizerState:
+    """Read the optimizer's state of this rank's parameters into memory."""
+    values = saved.values
+    if not values["options"]:
+        raise FxChimeraError(f"{folder} was saved without an optimizer; load it without one")
+    files = files_of(folder, saved.optimizer)
+    names = {name: values["states"].get(name, []) for name in owned}
+    _refuse_damage(folder, damaged(files, saved.optimizer, [f"{name}.{key}" for name, keys in names.items() for key in keys]))
+    tensors = {name: {key: _read(files, f"{name}.{key}").clone() for key in keys} for name, keys in names.items()}
+    return OptimizerState(tensors, values["scalars"], values["options"])
+
+
+def _read(files: Files, name: str) -> torch.Tensor:
+    value = files.read(name)
+    if value is None:
+        raise FxChimeraError(f"{files.text} does not hold {name!r}")
+    return value
+
+
+def _refuse_damage(folder: Path, broken: Sequence[str]) -> None:
+    if broken:
+        raise FxChimeraError(
+            f"{folder} is damaged: {broken[0]!r} (one of {len(broken)}) is not what was saved; use another checkpoint"
+        )
+
+
+def _compare(model: nn.Module, saved: Saved, folder: Path) -> None:
+    expected = set(model.state_dict())
+    missing, unexpected = sorted(expected - saved.model.keys()), sorted(saved.model.keys() - expected)
+    if missing or unexpected:
+        raise FxChimeraError(f"{folder} does not fit the model: missing {missing[:4]}, unexpected {unexpected[:4]}")
+
+
+def _own(world: World, call: Callable[[], _T]) -> _T | None:
+    """Collective: call on every rank and return what it gave here; when one fails, all raise the first rank's error."""
+    value, problem = None, None
+    try:
+        value = call()
+    except Exception as error:  # a full disk, a user's optimizer: whatever it is, all ranks are to know
+        problem = str(error) if isinstance(error, FxChimeraError) else f"{type(error).__name__}: {error}"
+    for process, found in enumerate(world.gather_objects(problem, "save() or load()")):
+        if found is not None:
+            raise FxChimeraError(found if world.num_processes == 1 else f"rank {process}: {found}")
+    return value
+
+
+def _together(world: World, call: Callable[[], _T]) -> list[_T]:
+    """As :func:`_own`; returns what every rank's call gave."""
+    own = _own(world, call)
+    return cast(list[_T], world.gather_objects(own, "save() or load()"))
