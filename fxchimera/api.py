@@ -32,7 +32,7 @@ from fxchimera.runtime.initialise import ParamInit
 from fxchimera.runtime.layout import Layout
 from fxchimera.runtime.loss import LossFn, LossWeight, weights_of
 from fxchimera.runtime.losscheck import check_loss, with_named_draws
-from fxchimera.runtime.materialise import Weights, materialise, named_attributes, refuse_meta
+from fxchimera.runtime.materialise import Weights, materialise, named_attributes, placed, refuse_meta
 from fxchimera.runtime.microbatch import Batch, ChunkSpecs, divide
 from fxchimera.runtime.nonfinite import NanPolicy, check_policy
 from fxchimera.runtime.profile import profile_cut
@@ -189,7 +189,8 @@ def pipeline(
             made = profiled(made) if profile else made
             owner = owner_process(model, made.cut, made.captured.parameters, made.order.placement)
             read = {name for stage in made.cut.stages for name in stage.buffers}
-            materialise(made.captured, owner, world.ranks, read, Weights(checkpoint, param_init_fn, chosen_seed))
+            device_of = placed(made.captured, owner, world)
+            materialise(made.captured, owner, world.ranks, read, Weights(device_of, checkpoint, param_init_fn, chosen_seed))
             return made
 
         chosen_seed = world.spread(torch.initial_seed() if seed is None else seed, "pipeline()")

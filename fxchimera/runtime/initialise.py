@@ -23,8 +23,9 @@ from fxchimera_passes._torch import TorchDispatchMode, written
 from fxchimera_passes.captured import RandomKey
 from fxchimera_passes.keyed import HOST_ORDINAL, keyed_random, microbatch_randomness
 
-__all__ = ["ParamInit", "initialise"]
+__all__ = ["DeviceOf", "ParamInit", "initialise"]
 
+DeviceOf: TypeAlias = Callable[[str], torch.device]
 ParamInit: TypeAlias = Callable[[nn.Module], Any]
 _Calls: TypeAlias = Iterator[tuple[str, str, Callable[[], Any]]]  # module, word for errors and keys, what to call
 
@@ -33,7 +34,7 @@ _KINDS = (_GIVEN, _RESET, _PER_MODULE, _WHOLE)
 
 
 def initialise(
-    model: nn.Module, wanted: Sequence[Slot], device: torch.device, seed: int, param_init_fn: ParamInit | None
+    model: nn.Module, wanted: Sequence[Slot], device_of: DeviceOf, seed: int, param_init_fn: ParamInit | None
 ) -> dict[str, torch.Tensor]:
     """Compute what the model's own initialisation puts into ``wanted``; the model is as before afterwards.
 
@@ -43,7 +44,7 @@ def initialise(
     Args:
         model: the user's model.
         wanted: slots to compute.
-        device: where they shall be.
+        device_of: where they shall be, by name.
         seed: of the random numbers.
         param_init_fn: fills the parameters and buffers of one module, as in FSDP; modules that it leaves alone begin as above.
 
@@ -57,11 +58,11 @@ def initialise(
     done: dict[str, torch.Tensor] = {}
     with _on_meta(model):
         if param_init_fn is not None:
-            done |= _run(model, left, device, seed, lambda: _given(model, left, param_init_fn))
+            done |= _run(model, left, device_of, seed, lambda: _given(model, left, param_init_fn))
             touched = {name.rpartition(".")[0] for name in done}
             left = {name: slot for name, slot in left.items() if name.rpartition(".")[0] not in touched}
         if left:
-            done |= _run(model, left, device, seed, lambda: _own(model, left))
+            done |= _run(model, left, device_of, seed, lambda: _own(model, left))
     return done
 
 
@@ -82,10 +83,10 @@ def _on_meta(model: nn.Module) -> Iterator[None]:
 
 
 def _run(
-    model: nn.Module, wanted: Mapping[str, Slot], device: torch.device, seed: int, calls: Callable[[], _Calls]
+    model: nn.Module, wanted: Mapping[str, Slot], device_of: DeviceOf, seed: int, calls: Callable[[], _Calls]
 ) -> dict[str, torch.Tensor]:
     """Put empty tensors in the places of ``wanted``, make the calls, and take out what was written."""
-    empty = {name: like(slot.tensor, device) for name, slot in wanted.items()}
+    empty = {name: like(slot.tensor, device_of(name)) for name, slot in wanted.items()}
     addresses = {name: _address(tensor) for name, tensor in empty.items()}
     before = {name: put(model, name, tensor) for name, tensor in empty.items()}
     watch = _Watch()

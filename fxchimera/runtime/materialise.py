@@ -20,20 +20,22 @@ import torch
 from torch import nn
 
 from fxchimera.errors import CaptureError, FxChimeraError
-from fxchimera.runtime.initialise import ParamInit, initialise
+from fxchimera.runtime.initialise import DeviceOf, ParamInit, initialise
 from fxchimera.runtime.slots import Slot, like, put, slots_of
 from fxchimera.runtime.weightfiles import Checkpoint, WeightSource, open_weights
+from fxchimera.runtime.world import World
 from fxchimera_passes.captured import Captured
 
-__all__ = ["Weights", "materialise", "named_attributes", "refuse_meta"]
+__all__ = ["Weights", "materialise", "named_attributes", "placed", "refuse_meta"]
 
 _SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Where a model's weights come from: as in ``fxchimera.pipeline``."""
+    """Where a model's weights come from, as in ``fxchimera.pipeline``, and where they go, by name."""
 
+    device_of: DeviceOf
     checkpoint: Checkpoint | None = None
     param_init_fn: ParamInit | None = None
     seed: int = 0
@@ -64,18 +66,28 @@ def materialise(
     if source is not None:
         _compare_names(source, slots, may_lack=weights.param_init_fn is not None)
     own = [slot for slot in slots if not slot.is_parameter or owner.get(slot.name, 0) in ranks]
-    found = {} if source is None else _loaded(source, own, captured.device)
+    found = {} if source is None else _loaded(source, own, weights.device_of)
     absent = [slot for slot in own if slot.tensor.is_meta and slot.name not in found]
     if source is not None and weights.param_init_fn is None and any(slot.is_parameter for slot in absent):
         raise _lacking(source, [slot for slot in absent if slot.is_parameter])  # a function's names are known only now
     if absent:
-        found |= initialise(model, absent, captured.device, weights.seed, weights.param_init_fn)
+        found |= initialise(model, absent, weights.device_of, weights.seed, weights.param_init_fn)
     wanted = [slot for slot in absent if slot.name not in found and (slot.is_parameter or not read.isdisjoint(slot.names))]
     if wanted:
         raise _unfilled(model, wanted, source)
     for slot in own:
         for name in slot.names if slot.name in found else ():
             put(model, name, found[slot.name])
+
+
+def placed(captured: Captured, owner: Mapping[str, int], world: World) -> DeviceOf:
+    """Return where a tensor belongs: on the device of the rank that owns it, or of this process, for another's buffer."""
+
+    def device_of(name: str) -> torch.device:
+        rank = owner.get(name, 0)
+        return world.devices.of(rank if rank in world.ranks else world.ranks[0]) or captured.device
+
+    return device_of
 
 
 def refuse_meta(model: nn.Module, what: str) -> None:
@@ -123,7 +135,7 @@ def _compare_names(source: WeightSource, slots: Sequence[Slot], *, may_lack: boo
         warnings.warn(f"checkpoint {source.text} also holds {_list(unknown)}, which the model does not have", stacklevel=2)
 
 
-def _loaded(source: WeightSource, own: Sequence[Slot], device: torch.device) -> dict[str, torch.Tensor]:
+def _loaded(source: WeightSource, own: Sequence[Slot], device_of: DeviceOf) -> dict[str, torch.Tensor]:
     """Read what the source has of ``own``; what has values already gets them in place."""
     found = {}
     for slot in own:
@@ -131,7 +143,7 @@ def _loaded(source: WeightSource, own: Sequence[Slot], device: torch.device) -> 
         value = next((value for name in names if (value := source.read(name)) is not None), None)
         if value is None:
             continue
-        target = like(slot.tensor, device) if slot.tensor.is_meta else slot.tensor
+        target = like(slot.tensor, device_of(slot.name)) if slot.tensor.is_meta else slot.tensor
         _check(source, slot, value)
         with torch.no_grad():
             target.copy_(value)
