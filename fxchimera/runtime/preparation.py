@@ -18,8 +18,9 @@ from fxchimera.runtime.engine import Engine
 from fxchimera.runtime.job import Job
 from fxchimera.runtime.loss import LossFn, LossWeight, counts_of, scale_of, shares_of, weights_of
 from fxchimera.runtime.losscheck import check_loss, with_named_draws
-from fxchimera.runtime.microbatch import Batch, ChunkSpecs, describe_batch, digest, divide, sample
+from fxchimera.runtime.microbatch import Batch, ChunkSpecs, describe_batch, digest, dimensions, divide, sample
 from fxchimera.runtime.program import KEPT, Program, Programs
+from fxchimera.runtime.rows import OutputRows
 from fxchimera.runtime.warmup import WarmupBatch, in_mode
 from fxchimera.runtime.world import World
 from fxchimera.schedule.order import Order
@@ -48,6 +49,7 @@ class Preparation:
         self._loss_fn, self._loss_weight, self._specs, self.seed = loss_fn, loss_weight, specs, seed
         self._loss_draws: set[RandomKey] = set()
         self._loss_checked: weakref.WeakKeyDictionary[Program, set[Hashable]] = weakref.WeakKeyDictionary()
+        self._outputs = OutputRows()
         self._cuts: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
 
     def job(
@@ -76,6 +78,8 @@ class Preparation:
             wants_loss = call is not Call.FORWARD
             if wants_loss:
                 self._check_loss(programs, batch)
+            elif n > 1:
+                self._outputs.check(programs[0], batch.microbatches[0], dimensions(args, kwargs, self._specs))
             job = Job(
                 step=steps[-1],
                 seed=self.seed,
