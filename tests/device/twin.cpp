@@ -1,8 +1,8 @@
 // An accelerator made of host memory: torch's PrivateUse1 device with two indices, streams and events, for tests without a GPU.
 //
 // Memory is the host's, and every operation that is not written here runs on the CPU at once.  So
-// values are right at any time; what the runtime forgets to move, torch refuses, as it would on a GPU.  Streams and events only
-// have identities: whether waits are in place is checked by tests/device/clocks.py.
+// values are right at any time; what the runtime forgets to move, torch refuses, as it would on a GPU.  What a GPU would do at any
+// time unless it is told to wait, is checked by clocks.h at every access to memory, where that is switched on.
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
@@ -15,6 +15,8 @@
 #include <c10/core/impl/alloc_cpu.h>
 #include <torch/library.h>
 
+#include "clocks.h"
+
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -26,7 +28,21 @@ constexpr c10::DeviceIndex kDevices = 2;
 
 thread_local c10::DeviceIndex current = 0;
 thread_local c10::StreamId streams[kDevices] = {};
+clocks::Clocks& watch = *new clocks::Clocks();  // never destroyed: memory is freed until the very end
 std::atomic<c10::StreamId> made{0};
+
+clocks::Name name_of(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
+
+struct Moment {
+  double time;
+  clocks::Clock clock;
+};
+
+void touch(const at::Tensor& tensor, bool writes, const std::string& what) {
+  if (!tensor.defined() || !tensor.is_privateuseone() || tensor.numel() == 0) return;
+  const auto index = tensor.device().index();
+  watch.access(tensor.storage().data(), {index, streams[index]}, writes, what);
+}
 
 double now() {
   using namespace std::chrono;
@@ -61,15 +77,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     streams[stream.device_index()] = stream.id();
     return before;
   }
-  void record(void** event, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {
-    if (!*event) *event = new double;
-    *static_cast<double*>(*event) = now();
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
+    if (!*event) *event = new Moment;
+    *static_cast<Moment*>(*event) = {now(), watch.record(name_of(stream))};
   }
-  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<double*>(event); }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Moment*>(event); }
   double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {
-    return *static_cast<double*>(second) - *static_cast<double*>(first);
+    return static_cast<Moment*>(second)->time - static_cast<Moment*>(first)->time;
   }
-  void block(void*, const c10::Stream&) const override {}
+  void block(void* event, const c10::Stream& stream) const override {
+    watch.wait(name_of(stream), static_cast<Moment*>(event)->clock);
+  }
   bool queryEvent(void*) const override { return true; }
   void synchronizeEvent(void*) const override {}
   bool queryStream(const c10::Stream&) const override { return true; }
@@ -82,9 +100,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* data = c10::alloc_cpu(bytes);
-    return {data, data, &c10::free_cpu, {kTwin, current}};
+    if (data) watch.allocate(data, {current, streams[current]});
+    return {data, data, &release, {kTwin, current}};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &c10::free_cpu; }
+  static void release(void* data) {
+    watch.free(data);
+    c10::free_cpu(data);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, std::size_t count) const override { std::memcpy(to, from, count); }
 };
 
@@ -147,18 +170,31 @@ at::Tensor host(const at::Tensor& tensor) {
   return view;
 }
 
-at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
+void carry(const at::Tensor& from, const at::Tensor& to) {
+  const bool between = from.is_privateuseone() && to.is_privateuseone() && from.device() != to.device();
+  const auto one = from.device().index(), other = to.device().index();
+  if (between) watch.meet({one, streams[one]}, {other, streams[other]});
+  touch(from, false, "copy");
+  touch(to, true, "copy");
+  if (between) watch.meet({one, streams[one]}, {other, streams[other]});
   host(to).copy_(host(from));
+}
+
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
+  carry(from, to);
   return to;
 }
 
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
   at::native::resize_(to, from.sizes(), std::nullopt);
-  host(to).copy_(host(from));
+  carry(from, to);
   return to;
 }
 
-at::Scalar local_scalar(const at::Tensor& tensor) { return host(tensor).item(); }
+at::Scalar local_scalar(const at::Tensor& tensor) {
+  touch(tensor, false, "item");
+  return host(tensor).item();
+}
 
 at::Tensor as_strided(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<c10::SymInt> offset) {
   std::optional<int64_t> place = std::nullopt;
@@ -176,7 +212,7 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage storage, c10::SymInt offse
   return at::cpu::set_(self, storage, offset.expect_int(), C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
 
-void record_stream(at::Tensor&, c10::Stream) {}
+void record_stream(at::Tensor& tensor, c10::Stream stream) { watch.keep(tensor.storage().data(), name_of(stream)); }
 
 // What a GPU would refuse: tensors of two devices in one operation, but for single numbers on the CPU, and indices.
 void check_devices(const c10::OperatorHandle& operation, const torch::jit::Stack& stack) {
@@ -196,9 +232,10 @@ void check_devices(const c10::OperatorHandle& operation, const torch::jit::Stack
   }
 }
 
-at::Tensor to_twin(const at::Tensor& tensor, c10::DeviceIndex index) {
+at::Tensor to_twin(const at::Tensor& tensor, c10::DeviceIndex index, const std::string& what) {
   if (!tensor.defined() || !tensor.is_cpu()) return tensor;
   auto moved = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(c10::Device(kTwin, index)));
+  touch(moved, true, what);
   host(moved).copy_(tensor);
   return moved;
 }
@@ -208,13 +245,16 @@ at::Tensor to_twin(const at::Tensor& tensor, c10::DeviceIndex index) {
 void fall_back(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
   check_devices(operation, *stack);
   const auto& schema = operation.schema();
+  const auto& what = schema.name();
+  const bool norm = what == "aten::native_batch_norm" && (*stack)[stack->size() - 3].toBool();  // in training
   const auto count = schema.arguments().size(), first = stack->size() - count;
   auto index = current;
   std::vector<std::pair<at::Tensor, at::Tensor>> written;
   std::vector<c10::IValue> given(stack->begin() + first, stack->end());
-  auto lower = [&](const at::Tensor& tensor, bool writes) {
+  auto lower = [&](const at::Tensor& tensor, bool writes, bool hidden = false) {
     if (!tensor.defined() || !tensor.is_privateuseone()) return tensor;
     index = tensor.device().index();
+    touch(tensor, writes || hidden, what);
     if (!writes) return host(tensor);
     auto copy = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU));
     copy.copy_(host(tensor));
@@ -226,7 +266,7 @@ void fall_back(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
     const auto* alias = schema.arguments()[i].alias_info();
     const bool writes = alias && alias->isWrite();
     if (value.isTensor()) {
-      value = lower(value.toTensor(), writes);
+      value = lower(value.toTensor(), writes, norm && schema.arguments()[i].name().rfind("running", 0) == 0);
     } else if (value.isTensorList() || value.isOptionalTensorList()) {
       if (value.isTensorList()) {
         c10::List<at::Tensor> list;
@@ -259,10 +299,10 @@ void fall_back(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
         if (other && *other == *alias) value = given[k];
       }
     } else if (value.isTensor()) {
-      value = to_twin(value.toTensor(), index);
+      value = to_twin(value.toTensor(), index, what);
     } else if (value.isTensorList()) {
       c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(to_twin(tensor, index));
+      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(to_twin(tensor, index, what));
       value = list;
     }
   }
@@ -285,6 +325,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("resize_", resize);
   library.impl("set_.source_Storage_storage_offset", set_storage);
   library.impl("record_stream", record_stream);
+}
+
+void check(bool on) { watch.check(on); }
+
+std::vector<std::string> faults() { return watch.faults(); }
+
+TORCH_LIBRARY(twin, library) {
+  library.def("check(bool on) -> ()", check);
+  library.def("faults() -> str[]", faults);
 }
 
 namespace {

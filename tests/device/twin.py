@@ -18,6 +18,7 @@ import torch
 __all__ = ["DEVICES", "compiler", "load"]
 
 _SOURCE = Path(__file__).with_name("twin.cpp")
+_CLOCKS = Path(__file__).with_name("clocks.h")
 DEVICES = ("twin:0", "twin:1")
 
 
@@ -43,7 +44,7 @@ def load() -> None:
 
 
 def _built() -> Path:
-    name = hashlib.blake2b(_SOURCE.read_bytes() + torch.__version__.encode(), digest_size=8).hexdigest()
+    name = hashlib.blake2b(_SOURCE.read_bytes() + _CLOCKS.read_bytes() + torch.__version__.encode(), digest_size=8).hexdigest()
     built = Path(tempfile.gettempdir()) / f"fxchimera-twin-{os.getuid()}-{name}.so"
     if not built.exists():
         root, path = Path(torch.__file__).parent, compiler()
