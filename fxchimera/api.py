@@ -163,7 +163,7 @@ def pipeline(
     compiler = compiler_of(compile, recompute=recompute, profile=profile)
     world = make_world(Layout.of(num_stages, data_parallel, rank_placement, device_mesh, pipeline_dim), Limits(wait_seconds))
     try:
-        world.devices = choose_devices(devices, num_stages, processes=world.num_processes > 1)
+        world.devices = choose_devices(devices, num_stages, world.ranks)
         specs = ChunkSpecs(args=args_chunk_spec, kwargs=kwargs_chunk_spec, target=target_chunk_spec)
         pipeline = world.grid.pipeline
         batch = divide(example_args, dict(example_kwargs or {}), None, n_microbatches, specs, pipeline=pipeline)

@@ -18,6 +18,19 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.parametrize("chosen", ["not matrix", pytest.param("matrix", marks=pytest.mark.matrix)])
 def test_on_two_devices_made_of_host_memory(chosen):
     options = ["-q", "-x", "-m", chosen, "-p", "no:xdist", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", "tests/device", *options]
-    run = subprocess.run(command, cwd=ROOT, env=os.environ | {"FXCHIMERA_TWIN": "1"}, capture_output=True, text=True, timeout=280)
-    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+    run("pytest", "tests/device", *options)
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler to build the accelerator with")
+@pytest.mark.process
+@pytest.mark.matrix
+def test_processes_on_a_device_each():
+    run("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.device.ranks")
+
+
+def run(*arguments: str) -> None:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "passes")])
+    surroundings = os.environ | {"FXCHIMERA_TWIN": "1", "PYTHONPATH": paths}
+    command = [sys.executable, "-m", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]

@@ -41,6 +41,10 @@ class Delta:
     var: torch.Tensor
     calls: int
 
+    def on(self, device: torch.device) -> Delta:
+        """The same on a device."""
+        return self if self.mean.device == device else Delta(self.mean.to(device), self.var.to(device), self.calls)
+
 
 @dataclass(frozen=True, slots=True)
 class NormLayer:
@@ -57,7 +61,9 @@ class NormLayer:
 
     def apply(self, deltas: Mapping[tuple[int, int], Delta]) -> None:
         """Update the running statistics by ``deltas``, by (step, micro-batch)."""
-        moments = sorted(deltas)
+        moments, statistic = sorted(deltas), self.module.running_mean
+        if statistic is not None:
+            deltas = {moment: delta.on(statistic.device) for moment, delta in deltas.items()}
         if not self.deferred:
             apply_deltas(self.module, [deltas[moment] for moment in moments])
             return
@@ -191,8 +197,8 @@ def apply_deltas(module: _BatchNorm, deltas: Sequence[Delta]) -> None:
             # momentum=None is a cumulative average: the scratch run, whose counter starts at zero, left the plain mean of its calls
             share = delta.calls / float(tracked) if module.momentum is None else 1.0
             keep = 1.0 - share if module.momentum is None else (1.0 - module.momentum) ** delta.calls
-            mean.mul_(keep).add_(delta.mean.to(mean.device), alpha=share)
-            var.mul_(keep).add_(delta.var.to(var.device), alpha=share)
+            mean.mul_(keep).add_(delta.mean, alpha=share)
+            var.mul_(keep).add_(delta.var, alpha=share)
 
 
 def _delta(module: _BatchNorm) -> Delta:

@@ -24,38 +24,37 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The device of every rank, by rank (empty: all on the CPU), and what their streams are made by."""
+    """The device of every rank, by rank (empty: all on the CPU), and what their streams are made by.
+
+    ``first`` is that of this process's first rank, which the model is recorded for; None for the model's own.
+    """
 
     by_rank: tuple[torch.device, ...] = ()
     accelerator: Accelerator | None = None
+    first: torch.device | None = None
 
     def of(self, rank: int) -> torch.device | None:
         """The device of one rank; None where it is the CPU, which needs no care."""
         return self.by_rank[rank] if self.by_rank else None
 
-    @property
-    def first(self) -> torch.device | None:
-        """The device that a recording is made for; None for the model's own."""
-        return self.by_rank[0] if self.by_rank else None
-
 
 HOST = Devices()
 
 
-def choose_devices(wanted: DeviceLike | Sequence[DeviceLike] | None, num_ranks: int, *, processes: bool) -> Devices:
+def choose_devices(wanted: DeviceLike | Sequence[DeviceLike] | None, num_ranks: int, own: Sequence[int]) -> Devices:
     """Choose the devices of ``num_ranks`` ranks.
 
     Args:
         wanted: What the user asks for; None for every visible device, or the CPU where there is none.
         num_ranks: The number of ranks.
-        processes: Whether each rank is a process, whose number on its machine torchrun's LOCAL_RANK tells.
+        own: The ranks of this process.  If it is one of several, torchrun's LOCAL_RANK tells its number on its machine.
 
     Raises:
         FxChimeraError: A device does not exist, there is another number of them than of ranks, or they are of several kinds.
     """
     if wanted is None:
         found: Sequence[torch.device] = automatic_devices()
-        if found and processes:
+        if found and len(own) < num_ranks:
             found = [found[_local_rank() % len(found)]]
     else:
         listed = [wanted] if isinstance(wanted, (str, torch.device)) else list(wanted)
@@ -67,7 +66,8 @@ def choose_devices(wanted: DeviceLike | Sequence[DeviceLike] | None, num_ranks: 
         raise FxChimeraError(f"devices= names devices of the kinds {' and '.join(kinds)}; all ranks need one kind")
     if not found or kinds == ["cpu"]:
         return HOST
-    return Devices(tuple(found[rank % len(found)] for rank in range(num_ranks)), TorchAccelerator())
+    by_rank = tuple(found[rank % len(found)] for rank in range(num_ranks))
+    return Devices(by_rank, TorchAccelerator(), by_rank[own[0]])
 
 
 def _local_rank() -> int:

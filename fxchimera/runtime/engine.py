@@ -15,7 +15,7 @@ from fxchimera.runtime.distributed import DistributedTransport
 from fxchimera.runtime.exchange import Exchange, Statistics
 from fxchimera.runtime.executor import Executor
 from fxchimera.runtime.gradients import call_back
-from fxchimera.runtime.handover import local_transport
+from fxchimera.runtime.handover import landing, local_transport
 from fxchimera.runtime.inspection import Inspection
 from fxchimera.runtime.job import Job, Result
 from fxchimera.runtime.lanes import Lanes
@@ -96,7 +96,7 @@ class Engine:
         self.executors: list[Executor] = []
         self._transports: list[Transport] = []
         for rank in world.ranks:
-            transport = shared or DistributedTransport(rank, channels, world.failure, room)
+            transport = shared or landing(DistributedTransport(rank, channels, world.failure, room), self.lanes.of(rank))
             self._transports.append(transport)
             replicas = {
                 (pipe, stage): Replica(

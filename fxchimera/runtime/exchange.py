@@ -23,6 +23,7 @@ from fxchimera_passes.plan import StagePlan
 
 __all__ = ["Exchange", "Statistics"]
 
+_CPU = torch.device("cpu")
 _Moment = tuple[int, int]  # (step, micro-batch)
 Statistics = dict[tuple[int, int], dict[_Moment, dict[str, Delta]]]  # by (pipe, stage), moment, and layer
 
@@ -129,9 +130,12 @@ class Exchange:
         return tuple(totals)
 
     def take_statistics(self) -> Statistics:
-        """Remove and return the statistics noted on this rank and not yet applied."""
+        """Remove and return the statistics noted on this rank and not yet applied, on the CPU."""
         taken, self._deltas = self._deltas, {}
-        return taken
+        return {
+            use: {moment: {name: delta.on(_CPU) for name, delta in deltas.items()} for moment, deltas in moments.items()}
+            for use, moments in taken.items()
+        }
 
     def add_statistics(self, statistics: Statistics) -> None:
         """Note what :meth:`take_statistics` removed, with that of other ranks, to be applied at the end of the step."""

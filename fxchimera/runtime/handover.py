@@ -22,10 +22,10 @@ from fxchimera.runtime.lanes import Lane, Lanes
 from fxchimera.runtime.local import LocalTransport
 from fxchimera.runtime.message import Key, Payload
 from fxchimera.runtime.streams import is_host
-from fxchimera.runtime.transport import Channel, Expected
+from fxchimera.runtime.transport import Channel, Expected, Transport
 from fxchimera_passes.captured import TensorMeta
 
-__all__ = ["StreamTransport", "local_transport"]
+__all__ = ["LandingTransport", "StreamTransport", "landing", "local_transport"]
 
 _Handed = tuple[Key, Payload, torch.Event]
 
@@ -113,6 +113,54 @@ class StreamTransport:
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+class LandingTransport:
+    """Messages between processes, which arrive in the host's memory, for a rank that computes on an accelerator.
+
+    The host waits for what it sends and for what arrives to be copied, so this is for links that are slower than that.
+    """
+
+    shares_memory = False
+
+    def __init__(self, inner: Transport, lane: Lane) -> None:
+        self._inner, self._lane = inner, lane
+
+    def post(self, expected: Sequence[Expected]) -> None:
+        """Announce the messages."""
+        self._inner.post(expected)
+
+    def send(self, channel: Channel, key: Key, payload: Payload, metas: Sequence[TensorMeta]) -> None:
+        """Send what the rank's stream has computed by now; packing it waits for that."""
+        self._inner.send(channel, key, payload, metas)
+
+    def has(self, channel: Channel) -> bool:
+        """Whether the next message is there."""
+        return self._inner.has(channel)
+
+    def receive(self, channel: Channel, key: Key, what: object) -> Payload:
+        """Take the next message and copy it to the device; its buffer may be used again when that is done."""
+        lane, payload = self._lane, self._inner.receive(channel, key, what)
+        lane.accelerator.use(lane.inputs)
+        try:
+            landed = [None if tensor is None else tensor.to(lane.device) for tensor in payload]
+            arrived = lane.accelerator.event(lane.inputs)
+        finally:
+            lane.accelerator.use(lane.compute)
+        lane.accelerator.wait(lane.compute, arrived)
+        for tensor in landed:
+            if tensor is not None:
+                lane.accelerator.keep(tensor, lane.compute)
+        return landed
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._inner.close()
+
+
+def landing(inner: Transport, lane: Lane | None) -> Transport:
+    """Let messages between processes end where the rank computes."""
+    return inner if lane is None else LandingTransport(inner, lane)
 
 
 def local_transport(channels: Iterable[Channel], lanes: Lanes, failure: Failure) -> LocalTransport | StreamTransport:
