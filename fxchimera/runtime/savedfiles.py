@@ -25,11 +25,23 @@ from safetensors.torch import save_file
 from fxchimera.errors import FxChimeraError
 from fxchimera.runtime.weightfiles import Files
 
-__all__ = ["INDEX", "Saved", "Stored", "commit", "damaged", "digest_of", "files_of", "read_index", "remove_others", "write_tensors"]
+__all__ = [
+    "INDEX",
+    "Saved",
+    "Stored",
+    "commit",
+    "damaged",
+    "digest_of",
+    "files_of",
+    "read_index",
+    "refuse_foreign",
+    "remove_unused",
+    "write_tensors",
+]
 
 INDEX = "model.safetensors.index.json"
 _FILE_BYTES = 1 << 30
-_OURS = re.compile(r"(?:model|optimizer)-([0-9a-f]{12})-rank\d{5}-\d{5}\.safetensors(?:\.tmp)?")
+_OURS = re.compile(r"(?:model|optimizer)-[0-9a-f]{12}-rank\d{5}-\d{5}\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +131,32 @@ def commit(folder: Path, saved: Saved) -> None:
     _flush(folder)
 
 
-def remove_others(folder: Path, token: str | None, *, only: str | None = None) -> None:
-    """Remove files of other saves than ``token``, or only those of the save ``only``; what cannot be removed stays."""
-    for path in folder.iterdir():
-        found = _OURS.fullmatch(path.name)
-        if found is not None and (found[1] == only if only is not None else found[1] != token):
+def refuse_foreign(folder: Path) -> None:
+    """Do not write over the index of a checkpoint that something else has written.
+
+    Raises:
+        FxChimeraError: There is one.
+    """
+    with suppress(FileNotFoundError, ValueError):
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        if "fxchimera" not in index:
+            raise FxChimeraError(f"{folder} holds a checkpoint that pipe.save has not written; save into another folder")
+
+
+def remove_unused(folder: Path) -> None:
+    """Remove the files of saves that the index does not name; what cannot be removed stays for the next time.
+
+    Only rank 0 may: another rank does not know whether rank 0 has committed.
+    """
+    try:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        used = {*index["weight_map"].values(), *(stored["file"] for stored in index["fxchimera"]["optimizer"].values())}
+    except FileNotFoundError:
+        used = set()
+    except (OSError, ValueError, KeyError):
+        return
+    for path in folder.glob("*.safetensors"):
+        if _OURS.fullmatch(path.name) and path.name not in used:
             with suppress(OSError):
                 path.unlink()
 

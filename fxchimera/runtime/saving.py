@@ -18,7 +18,17 @@ from torch import nn
 
 from fxchimera.errors import FxChimeraError
 from fxchimera.runtime.optimizerstate import OptimizerState, optimizer_state, packed_state
-from fxchimera.runtime.savedfiles import Saved, Stored, commit, damaged, files_of, read_index, remove_others, write_tensors
+from fxchimera.runtime.savedfiles import (
+    Saved,
+    Stored,
+    commit,
+    damaged,
+    files_of,
+    read_index,
+    refuse_foreign,
+    remove_unused,
+    write_tensors,
+)
 from fxchimera.runtime.state import owned_state
 from fxchimera.runtime.weightfiles import Files
 from fxchimera.runtime.world import World
@@ -69,6 +79,7 @@ def save(held: Held, folder: Path, optimizer: torch.optim.Optimizer | None, valu
         if world.grid.pipeline:  # the first pipeline has the same
             return _Part({}, {}, {}, {}, {})
         folder.mkdir(parents=True, exist_ok=True)
+        refuse_foreign(folder)
         state = owned_state(held.model, held.owner, world)
         for name, value in state.items():
             if not isinstance(value, torch.Tensor):
@@ -88,12 +99,9 @@ def save(held: Held, folder: Path, optimizer: torch.optim.Optimizer | None, valu
     try:
         parts = _together(world, write)
         _together(world, lambda: _commit(folder, parts, values) if world.process == 0 else None)
-    except FxChimeraError:
-        if folder.is_dir():
-            remove_others(folder, None, only=token)
-        raise
-    if world.process == 0:
-        remove_others(folder, token)
+    finally:
+        if world.process == 0:
+            remove_unused(folder)
 
 
 def _commit(folder: Path, parts: Sequence[_Part], values: Mapping[str, Any]) -> None:

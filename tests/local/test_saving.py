@@ -150,6 +150,9 @@ def test_what_does_not_fit_is_refused(tmp_path, saved):
     foreign = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
     assert "not one of pipe.parameters()" in refusal(one.pipe.save, tmp_path / "a", optimizer=foreign)
     one.pipe.save(tmp_path / "a")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    assert "has not written; save into another folder" in refusal(one.pipe.save, tmp_path)
+    assert "was not written by pipe.save" in refusal(one.pipe.load, tmp_path)
     assert "saved without an optimizer" in refusal(one.pipe.load, tmp_path / "a", optimizer=one.optimizer)
     with one.pipe.no_sync():
         one.pipe.step(one.x, target=one.y)
