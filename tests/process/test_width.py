@@ -40,8 +40,13 @@ def eight() -> Iterator[Pool]:
 def assert_trained_as_plain(
     answers: list[dict[str, Any]], name: str, rows: tuple[int, ...], n: int, stages: int, times: int = 1
 ) -> None:
-    """Gradients within 1e-12, the losses and the state of five AdamW steps within 1e-9, replicas equal to the last bit."""
+    """Gradients within 1e-12, the losses and the state of five AdamW steps within 1e-9, replicas equal to the last bit.
+
+    A model of transformers that computes its own loss does so in single precision, whatever its parameters are.
+    """
     expected, state = wide.expected_steps(name, rows, n, len(answers[0]["losses"]), times)
+    single = answers[0]["losses"][0].dtype is torch.float32
+    once, later = (1e-6, 1e-4) if single else (1e-12, 1e-9)
     for number, answer in enumerate(answers):
         assert answer["place"] == (number // stages, len(rows))
         assert all(map(torch.equal, answer["losses"], answers[0]["losses"])), "every rank has the same loss"
@@ -49,16 +54,16 @@ def assert_trained_as_plain(
         assert answer["threads"] == []
         assert answer["verified"][0], answer["verified"][1]
     for loss, plain in zip(answers[0]["losses"], expected, strict=True):
-        torch.testing.assert_close(loss, plain.loss, rtol=1e-9, atol=0.0)
+        torch.testing.assert_close(loss, plain.loss.to(loss.dtype), rtol=later, atol=0.0)
     for pipeline in range(len(rows)):
         ranks = answers[pipeline * stages : (pipeline + 1) * stages]
         gradients = union([answer["gradients"] for answer in ranks])
-        assert_close(Outcome(answers[0]["losses"][0], gradients), expected[0], 1e-12)
+        assert_close(Outcome(answers[0]["losses"][0], gradients), expected[0], once)
         for first, answer in zip(answers, ranks, strict=False):
             assert_same_tensors(answer["owned"], first["owned"])
     assert answers[0]["state"].keys() == state.keys()
     for key, value in answers[0]["state"].items():
-        torch.testing.assert_close(value, state[key], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(value, state[key], rtol=later, atol=later)
 
 
 @pytest.mark.parametrize(("name", "rows", "stages", "n", "schedule"), CELLS)
