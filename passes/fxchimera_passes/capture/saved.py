@@ -7,6 +7,7 @@ but what the region was given; that is what its operators read and did not make.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ class Saved:
         self._region: tuple[object, set[int | None]] = (None, set())
         self._kept: list[Tensor] = []
         self._active: list[saved_tensors_hooks] = []
+        self._hook = _Hook(self)
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """Do not count the memory of ``tensors``: it is there without the forward."""
@@ -65,7 +67,7 @@ class Saved:
     @contextmanager
     def hooks(self) -> Iterator[None]:
         """Let autograd tell what it saves."""
-        hooks = saved_tensors_hooks(self._save, _unchanged)
+        hooks = saved_tensors_hooks(self._hook, _unchanged)
         with hooks:
             self._active.append(hooks)
             try:
@@ -88,7 +90,7 @@ class Saved:
     def follow(self, seen: Seen, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
         """Note what an operator takes from outside of the checkpointed region that it runs in, if it runs in one."""
         hook = saved_tensor_hook()
-        if hook is None or hook == self._save:
+        if hook is None or hook is self._hook:
             return
         if self._region[0] is not hook:
             self._region = (hook, set())
@@ -101,15 +103,15 @@ class Saved:
     def keeps(self, seen: Seen, outputs: Iterable[Tensor]) -> bool:
         """Note what an operator with much arithmetic made, unless the model itself computes it again in the backward."""
         hook = saved_tensor_hook()
-        if not torch.is_grad_enabled() or not (hook is None or hook == self._save):
+        if not torch.is_grad_enabled() or not (hook is None or hook is self._hook):
             return False
         for tensor in outputs:
             self._note(seen.dear, tensor)
         return True
 
-    def _save(self, tensor: Tensor) -> Tensor:
+    def save(self, tensor: Tensor) -> None:
+        """Note a tensor that autograd saves."""
         self._note(self._seen().saved, tensor)
-        return tensor
 
     def _note(self, record: dict[int, int], tensor: Tensor) -> None:
         number = self.number(tensor)
@@ -120,6 +122,23 @@ class Saved:
 
     def _number(self, key: int | None, run: int) -> int:
         return self._numbers.setdefault((key, run), len(self._numbers))
+
+
+class _Hook:
+    """Tells a :class:`Saved` of what autograd saves.
+
+    Autograd's graph keeps the hook, and a recording's tensors keep the graph, which Python's garbage collector cannot look into.  So
+    the hook must not keep the recording, which would stay for ever, and the model with it.
+    """
+
+    def __init__(self, saved: Saved) -> None:
+        self._saved = weakref.ref(saved)
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if (saved := self._saved()) is not None:
+            saved.save(tensor)
+        # an operator's own output, if it is fake, comes with the operator, which would then keep itself
+        return tensor.detach() if tensor.grad_fn is not None else tensor
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
