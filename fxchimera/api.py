@@ -5,50 +5,39 @@ It plans (capture, cost, cut, order) and joins the ranks; the object, :class:`Pi
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxchimera.errors import CoarseCutWarning, ScheduleError
 from fxchimera.interop import SplitPoints, plain
 from fxchimera.pipe import Pipeline
+from fxchimera.planned import Schedule, order_of, planned
 from fxchimera.planner.caps import Cap
-from fxchimera.planner.draft import Auto, Draft, draft
-from fxchimera.planner.idle import idle
+from fxchimera.planner.draft import Draft
 from fxchimera.planner.measured import replanned
 from fxchimera.planner.relief import Recompute
-from fxchimera.planner.table import Plan
 from fxchimera.runtime.batchnorm import BatchNorm, check_batch_norm
-from fxchimera.runtime.compiled import Compiler, compiler_of, warn_compiled
-from fxchimera.runtime.copies import allows_two_copies
+from fxchimera.runtime.compiled import compiler_of
 from fxchimera.runtime.devices import DeviceLike, choose_devices
 from fxchimera.runtime.failure import Cause, Limits
-from fxchimera.runtime.feed import all_on
 from fxchimera.runtime.initialise import ParamInit
 from fxchimera.runtime.layout import Layout
 from fxchimera.runtime.loss import LossFn, LossWeight, weights_of
 from fxchimera.runtime.losscheck import check_loss, with_named_draws
-from fxchimera.runtime.materialise import Weights, materialise, named_attributes, placed, refuse_meta
-from fxchimera.runtime.microbatch import Batch, ChunkSpecs, divide
+from fxchimera.runtime.materialise import Weights, materialise, placed, refuse_meta
+from fxchimera.runtime.microbatch import ChunkSpecs, divide
 from fxchimera.runtime.nonfinite import NanPolicy, check_policy
 from fxchimera.runtime.profile import profile_cut
-from fxchimera.runtime.program import Programs
 from fxchimera.runtime.rankplacement import RankPlacement
 from fxchimera.runtime.reference import Reference, run_reference, true_programs
 from fxchimera.runtime.state import owner_process
 from fxchimera.runtime.weightfiles import Checkpoint
-from fxchimera.runtime.world import World, make_world
-from fxchimera.schedule.families import make_order
-from fxchimera.schedule.order import Order
-from fxchimera_passes.points import Place
+from fxchimera.runtime.world import make_world
 
 __all__ = ["Pipeline", "pipeline", "reference"]
-
-Schedule = str | Order | Callable[[int, int], Order]
 
 
 def pipeline(
@@ -158,7 +147,7 @@ def pipeline(
     """
     check_policy(nan)
     check_batch_norm(batch_norm, model, n_microbatches)
-    order = _order(schedule, num_stages, n_microbatches)
+    order = order_of(schedule, num_stages, n_microbatches)
     model, cuts = plain(model, split_points, order)
     compiler = compiler_of(compile, recompute=recompute, profile=profile)
     world = make_world(Layout.of(num_stages, data_parallel, rank_placement, device_mesh, pipeline_dim), Limits(wait_seconds))
@@ -194,7 +183,7 @@ def pipeline(
             return made
 
         chosen_seed = world.spread(torch.initial_seed() if seed is None else seed, "pipeline()")
-        programs, plan = _plan(model, batch, order, cuts, cost, world, memory, optimizer_values, recompute, settled, compiler)
+        programs, plan = planned(model, batch, order, cuts, cost, world, memory, optimizer_values, recompute, settled, compiler)
         return Pipeline(
             model, programs, plan.order, world, plan=plan, loss_fn=loss_fn, loss_weight=loss_weight, specs=specs,
             seed=chosen_seed, nan=nan, batch_norm=batch_norm,
@@ -230,12 +219,12 @@ def reference(
     returned loss and gradients equal the pipeline's to the last bit.  The model's ``.grad`` stays as it is.  For a pipeline made
     with "auto" under ``memory``, measured costs or ``profile``, pass its ``plan.order`` as ``schedule``.
     """
-    order = _order(schedule, num_stages, n_microbatches)
+    order = order_of(schedule, num_stages, n_microbatches)
     refuse_meta(model, "reference()")
     model, cuts = plain(model, split_points, order)
     specs = ChunkSpecs(args=args_chunk_spec, kwargs=kwargs_chunk_spec, target=target_chunk_spec)
     batch = divide(args, kwargs, target, n_microbatches, specs)
-    programs, plan = _plan(model, batch, order, cuts, "analytic", None)
+    programs, plan = planned(model, batch, order, cuts, "analytic", None)
     chosen_seed = torch.initial_seed() if seed is None else seed
     found = true_programs(programs, batch, seed=chosen_seed, step=step)
     return run_reference(
@@ -249,62 +238,3 @@ def reference(
         seed=chosen_seed,
         step=step,
     )
-
-
-def _order(schedule: Schedule, num_stages: int, n_microbatches: int) -> Order | Auto:
-    if isinstance(schedule, str) and schedule.lower() == "auto":
-        return Auto(num_stages, n_microbatches, lambda captured: allows_two_copies(captured, n_microbatches))
-    if isinstance(schedule, str):
-        order = make_order(schedule, num_stages, n_microbatches)
-    else:
-        order = schedule if isinstance(schedule, Order) else schedule(num_stages, n_microbatches)
-    found = (order.placement.num_ranks, order.placement.n_microbatches)
-    if found != (num_stages, n_microbatches):
-        raise ScheduleError(
-            f"the order {order.name!r} is for {found[0]} ranks and {found[1]} micro-batches, but the pipeline has "
-            f"num_stages={num_stages}, n_microbatches={n_microbatches}"
-        )
-    return order
-
-
-def _plan(
-    model: nn.Module,
-    batch: Batch,
-    order: Order | Auto,
-    split_points: Sequence[Place],
-    cost: str,
-    world: World | None,
-    memory: Cap | Sequence[Cap] | None = None,
-    optimizer_values: float = 2.0,
-    recompute: Recompute = "none",
-    settled: Callable[[Draft], Draft] | None = None,
-    compiler: Compiler | None = None,
-) -> tuple[Programs, Plan]:
-    """Record the first micro-batch, cut the recording and settle the order; with measured costs every rank uses rank 0's."""
-    example = batch.microbatches[0]
-    device = None if world is None else world.devices.first
-    shown = all_on(device, model, example) if cost == "measured" else example
-    with named_attributes(model):
-        made = draft(
-            model,
-            shown.args,
-            shown.kwargs,
-            order,
-            split_points=split_points,
-            cost=cost,
-            memory=memory,
-            optimizer_values=optimizer_values,
-            agreed=None if world is None else lambda costs: world.spread(costs, "pipeline()"),
-            threads=world is None or world.num_processes == 1,
-            recompute=recompute if compiler is None else "none",
-            device=device,
-            whole=compiler is not None,
-        )
-    if settled is not None:
-        made = settled(made)
-    warn_compiled(model, compiler)
-    for note in made.captured.report.notes:
-        warnings.warn(note, stacklevel=3)
-    for note in made.cut.notes:
-        warnings.warn(f"{note} {idle(made.cut, made.order)}", CoarseCutWarning, stacklevel=3)
-    return Programs(made.captured, made.cut, example, compiler), made.plan
