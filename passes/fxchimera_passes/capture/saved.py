@@ -127,8 +127,8 @@ class Saved:
 class _Hook:
     """Tells a :class:`Saved` of what autograd saves.
 
-    Autograd's graph keeps the hook, and a recording's tensors keep the graph, which Python's garbage collector cannot look into.  So
-    the hook must not keep the recording, which would stay for ever, and the model with it.
+    Autograd's graph keeps the hook, and a recording's tensors keep the graph, which Python's garbage collector cannot look into.
+    So the hook must not keep the recording, which would stay for ever, and the model with it.
     """
 
     def __init__(self, saved: Saved) -> None:
