@@ -30,6 +30,7 @@ from fxchimera.runtime.losscheck import check_loss, with_named_draws
 from fxchimera.runtime.materialise import Weights, materialise, placed, refuse_meta
 from fxchimera.runtime.microbatch import ChunkSpecs, divide
 from fxchimera.runtime.nonfinite import NanPolicy, check_policy
+from fxchimera.runtime.parallelize import Parallelize, blocks_of, parallelize_stages, refuse_parallelize
 from fxchimera.runtime.profile import profile_cut
 from fxchimera.runtime.rankplacement import RankPlacement
 from fxchimera.runtime.reference import Reference, run_reference, true_programs
@@ -64,6 +65,7 @@ def pipeline(
     recompute: Recompute = "auto",
     profile: bool = False,
     compile: bool | Mapping[str, Any] = False,  # noqa: A002
+    parallelize: Parallelize | None = None,
     checkpoint: Checkpoint | None = None,
     param_init_fn: ParamInit | None = None,
     seed: int | None = None,
@@ -121,6 +123,10 @@ def pipeline(
         compile: Run every stage through ``torch.compile``, with these of its keyword arguments ("backend", "mode", "options",
             "dynamic", "fullgraph"), or by default.  Backwards are not split then, and random numbers are the same from run to
             run only.  Results are those of the compiled model up to rounding.
+        parallelize: ``parallelize(stage_module, *, stage, device)``, called once for every stage on its rank, may apply
+            ``fully_shard`` or ``parallelize_module`` to the stage's modules, over the other dimensions of ``device_mesh``.  The
+            elements of the model's outermost lists of modules stay whole; schedules with one copy of each stage only, and
+            batches like the example.
         checkpoint: Weights to begin with, read tensor by tensor and converted to the model's dtype: a file (.safetensors, .bin,
             .pt, .pth), a folder with one, or with several and an index (``model.safetensors.index.json``), a mapping from names
             to tensors, or a function of a name.  Buffers that it lacks are initialised.
@@ -147,9 +153,11 @@ def pipeline(
     """
     check_policy(nan)
     check_batch_norm(batch_norm, model, n_microbatches)
-    order = order_of(schedule, num_stages, n_microbatches)
+    order = order_of(schedule, num_stages, n_microbatches, copied=parallelize is None)
     model, cuts = plain(model, split_points, order)
     compiler = compiler_of(compile, recompute=recompute, profile=profile)
+    if parallelize is not None:
+        refuse_parallelize(compile=compiler is not None, profile=profile, recompute=recompute)
     world = make_world(Layout.of(num_stages, data_parallel, rank_placement, device_mesh, pipeline_dim), Limits(wait_seconds))
     try:
         world.devices = choose_devices(devices, num_stages, world.ranks)
@@ -183,7 +191,12 @@ def pipeline(
             return made
 
         chosen_seed = world.spread(torch.initial_seed() if seed is None else seed, "pipeline()")
-        programs, plan = planned(model, batch, order, cuts, cost, world, memory, optimizer_values, recompute, settled, compiler)
+        blocks = None if parallelize is None else blocks_of(model)
+        programs, plan = planned(
+            model, batch, order, cuts, cost, world, memory, optimizer_values, recompute, settled, compiler, blocks
+        )
+        if parallelize is not None:
+            parallelize_stages(programs, batch, plan.placement, world, parallelize)
         return Pipeline(
             model, programs, plan.order, world, plan=plan, loss_fn=loss_fn, loss_weight=loss_weight, specs=specs,
             seed=chosen_seed, nan=nan, batch_norm=batch_norm,

@@ -29,14 +29,14 @@ __all__ = ["Schedule", "order_of", "planned"]
 Schedule = str | Order | Callable[[int, int], Order]
 
 
-def order_of(schedule: Schedule, num_stages: int, n_microbatches: int) -> Order | Auto:
-    """The order that a user names, gives or makes, or that it is to be searched.
+def order_of(schedule: Schedule, num_stages: int, n_microbatches: int, *, copied: bool = True) -> Order | Auto:
+    """The order that a user names, gives or makes, or that it is to be searched, with two copies of a stage only if ``copied``.
 
     Raises:
         ScheduleError: The schedule is unknown, or for another number of ranks or micro-batches.
     """
     if isinstance(schedule, str) and schedule.lower() == "auto":
-        return Auto(num_stages, n_microbatches, lambda captured: allows_two_copies(captured, n_microbatches))
+        return Auto(num_stages, n_microbatches, lambda captured: copied and allows_two_copies(captured, n_microbatches))
     if isinstance(schedule, str):
         order = make_order(schedule, num_stages, n_microbatches)
     else:
@@ -62,8 +62,13 @@ def planned(
     recompute: Recompute = "none",
     settled: Callable[[Draft], Draft] | None = None,
     compiler: Compiler | None = None,
+    blocks: Sequence[str] | None = None,
 ) -> tuple[Programs, Plan]:
-    """Record the first micro-batch, cut the recording and settle the order; with measured costs every rank uses rank 0's."""
+    """Record the first micro-batch, cut the recording and settle the order; with measured costs every rank uses rank 0's.
+
+    With ``blocks``, modules that stay whole, backwards are not split.
+    """
+    whole = compiler is not None or blocks is not None
     example = batch.microbatches[0]
     device = None if world is None else world.devices.first
     shown = all_on(device, model, example) if cost == "measured" else example
@@ -79,9 +84,10 @@ def planned(
             optimizer_values=optimizer_values,
             agreed=None if world is None else lambda costs: world.spread(costs, "pipeline()"),
             threads=world is None or world.num_processes == 1,
-            recompute=recompute if compiler is None else "none",
+            recompute="none" if whole else recompute,
             device=device,
-            whole=compiler is not None,
+            whole=whole,
+            closed=blocks or (),
         )
     if settled is not None:
         made = settled(made)

@@ -78,6 +78,7 @@ def draft(
     recompute: Recompute = AUTO,
     device: torch.device | None = None,
     whole: bool = False,
+    closed: Sequence[str] = (),
 ) -> Draft:
     """Record ``model`` on one micro-batch and cut the recording into the stages of ``order``.
 
@@ -95,6 +96,7 @@ def draft(
         recompute: how much stages compute again in the backward; "auto" is what ``memory`` asks for.
         device: what the model is recorded for, if not the device that it is on.
         whole: no backward can be split (stages are compiled).
+        closed: names of modules that are kept whole.
 
     Raises:
         CaptureError: The model cannot be recorded.
@@ -109,7 +111,7 @@ def draft(
     if cost == "measured" and any(parameter.is_meta for parameter in model.parameters()):
         raise FxChimeraError('cost="measured" needs weights, but some are on the meta device; use cost="analytic"')
     points = modules_of(split_points)
-    captured = capture(model, args, kwargs, num_stages=num_stages, opened=points, device=device, coarse=True)
+    captured = capture(model, args, kwargs, num_stages=num_stages, closed=closed, opened=points, device=device, coarse=True)
     if cost == "measured":
         costs = measured(captured, args, kwargs)
         costs = agreed(costs) if agreed is not None else costs

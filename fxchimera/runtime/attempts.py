@@ -25,8 +25,9 @@ from fxchimera.runtime.homes import Homes
 from fxchimera.runtime.job import Job, Result
 from fxchimera.runtime.nonfinite import NanPolicy, not_finite
 from fxchimera.runtime.preparation import Preparation
-from fxchimera.runtime.program import MOST_RUNS, Programs, known_paths, unsettled
+from fxchimera.runtime.program import Programs
 from fxchimera.runtime.results import Verdict, gather_answers, gather_failure, gather_losses
+from fxchimera.runtime.settling import MOST_RUNS, known_paths, unsettled
 from fxchimera.runtime.undo import undo_of
 from fxchimera.runtime.world import World
 from fxchimera.schedule.timeline import Timeline

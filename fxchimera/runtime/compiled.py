@@ -27,7 +27,7 @@ from fxchimera_passes.keyed import generators_alone
 from fxchimera_passes.split import StageGraph
 from fxchimera_passes.whole import module_at
 
-__all__ = ["CompiledStage", "Compiler", "StageModule", "compiler_of", "in_turn", "warn_compiled"]
+__all__ = ["CompiledStage", "Compiler", "StageModule", "WholeStage", "compiler_of", "in_turn", "warn_compiled"]
 
 _OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options")
 _REPLAYING = ("reduce-overhead", "max-autotune")  # modes that replay CUDA graphs
@@ -119,7 +119,11 @@ class _FirstAlone:
         return result
 
 
-class CompiledStage(_FirstAlone):
+class WholeStage:
+    """A stage whose backward is not split."""
+
+
+class CompiledStage(WholeStage, _FirstAlone):
     """A compiled stage; with ``key`` it draws random numbers, from a seed of the micro-batch named at present."""
 
     def __init__(self, call: Any, key: RandomKey | None) -> None:

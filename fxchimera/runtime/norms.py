@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from fxchimera.runtime.sharded import is_sharded, scale, whole
 from fxchimera.runtime.world import World
 
 __all__ = ["clip_gradients"]
@@ -25,7 +26,7 @@ def clip_gradients(
     for i, name in enumerate(names):
         gradient = owned[name].grad if name in owned else None
         if gradient is not None:
-            norm = torch.linalg.vector_norm(_values(gradient), norm_type).to(torch.float64)
+            norm = whole(torch.linalg.vector_norm(_values(gradient), norm_type)).to(torch.float64)
             found.setdefault(norm.device, {})[i] = norm
     for there in found.values():  # one read for each device, as the host waits for it
         norms[list(there)] = torch.stack(list(there.values())).cpu()
@@ -34,11 +35,13 @@ def clip_gradients(
     everything = torch.stack([gathered[process] for process in pipeline]).sum(0)  # all but one addend are zero
     total: torch.Tensor = torch.linalg.vector_norm(everything, norm_type)
     gradients = [parameter.grad for parameter in owned.values() if parameter.grad is not None]
-    dense = [parameter for parameter in owned.values() if parameter.grad is not None and not parameter.grad.is_sparse]
+    dense = [p for p in owned.values() if p.grad is not None and not p.grad.is_sparse and not is_sharded(p.grad)]
     nn.utils.clip_grads_with_norm_(dense, max_norm, total)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch does, which refuses sparse ones, and sharded ones beside others
     for gradient in gradients:
         if gradient.is_sparse:
-            gradient.mul_(float((max_norm / (total + 1e-6)).clamp(max=1.0)))  # as torch does, which refuses sparse ones
+            gradient.mul_(float(factor))
+    scale([gradient for gradient in gradients if is_sharded(gradient)], factor)
     wide = any(dtype in (torch.float64, torch.complex128) for dtype in names.values())
     return total if wide else total.to(torch.float32)
 

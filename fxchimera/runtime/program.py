@@ -9,8 +9,8 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -23,7 +23,7 @@ from fxchimera.runtime.microbatch import Batch, MicroBatch
 from fxchimera.runtime.settings import Settings, Snapshot
 from fxchimera_passes.capture import recapture
 from fxchimera_passes.capture.paths import Path
-from fxchimera_passes.captured import Answer, Assumption, Captured, TensorMeta
+from fxchimera_passes.captured import Answer, Captured, TensorMeta
 from fxchimera_passes.errors import CaptureError, PartitionError
 from fxchimera_passes.keyed import microbatch_randomness
 from fxchimera_passes.plan import Stage, StagePlan
@@ -31,10 +31,9 @@ from fxchimera_passes.split import StageGraph, split
 from fxchimera_passes.stages import transfer
 from fxchimera_passes.targets import CountedTargets, counted_targets
 
-__all__ = ["KEPT", "MOST_RUNS", "Program", "Programs", "known_paths", "unsettled"]
+__all__ = ["KEPT", "Program", "Programs"]
 
 KEPT = 64  # recordings by signature and settings; the least recently used go first
-MOST_RUNS = 64  # of one call: each settles at least one more answer of every micro-batch
 _MANY = 16
 _ADVICE = (
     "Pass values that change in every step as tensors, not as arguments or attributes",
@@ -47,11 +46,14 @@ _LACKING = (
 )
 
 
+Shell = Callable[[StageModule], StageModule]
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """One recording, cut into stages; ``counted_targets`` belong to the loss that the model computes itself, if it can be seen.
 
-    With a ``compiler`` its stages run compiled.
+    With a ``compiler`` its stages run compiled; ``shells`` make of a stage of this process what the user has parallelized.
     """
 
     captured: Captured
@@ -59,6 +61,7 @@ class Program:
     graphs: tuple[StageGraph, ...]
     counted_targets: CountedTargets | None
     compiler: Compiler | None = None
+    shells: Mapping[int, Shell] = field(default_factory=dict)
 
     @classmethod
     def of(cls, captured: Captured, plan: StagePlan, compiler: Compiler | None = None) -> Program:
@@ -69,10 +72,10 @@ class Program:
         """Make ``stage`` ready to run on ``device`` and the modules of ``root``, the model or a clone of it."""
         graph = self.graphs[stage]
         made = self.compiler.bind(graph, root, device) if self.compiler is not None else None
-        if made is not None:
-            return made
-        plain = graph.bind(root, device=device, again=again_for(graph.stage.recompute))
-        return in_turn(plain, graph, root)
+        if made is None:
+            made = in_turn(graph.bind(root, device=device, again=again_for(graph.stage.recompute)), graph, root)
+        shell = self.shells.get(stage)
+        return made if shell is None else shell(made)
 
     def follows(self, answers: Sequence[Answer]) -> bool:
         """Tell whether these are the first answers that the recording assumes."""
@@ -90,29 +93,6 @@ class Program:
     def backward_metas(self, stage: int) -> tuple[TensorMeta, ...]:
         """Meta data of the gradients that ``stage`` receives from the stage after."""
         return tuple(value.meta for value in self.stage(stage).sent if value.meta.requires_grad)
-
-
-def known_paths(programs: Sequence[Program], wrong: Mapping[int, tuple[int, Answer]]) -> dict[int, Path]:
-    """What a run tells of each micro-batch's path: all its answers, or those before the ``wrong`` one (ordinal, true answer)."""
-    paths = {}
-    for microbatch, program in enumerate(programs):
-        assumed = program.captured.assumed
-        answers = tuple(assumption.answer for assumption in assumed)
-        if microbatch in wrong:
-            ordinal, answer = wrong[microbatch]
-            answers = (*answers[:ordinal], type(assumed[ordinal].answer)(answer))
-        paths[microbatch] = Path(answers, assumed)
-    return paths
-
-
-def unsettled(latest: Assumption | None) -> FxChimeraError:
-    """Say that a call was run again and again, ``latest`` being wrong in the end; None for one of another pipeline."""
-    which = f"for {latest.description} at {latest.line}" if latest is not None else "in another pipeline"
-    return FxChimeraError(
-        f"after {MOST_RUNS} runs the answer assumed {which} is still wrong: the forward reads "
-        "too many values that depend on parameters, or they differ from run to run. Move the branch into a submodule, which is "
-        "kept as one whole call"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +125,7 @@ class Programs:
         self.recordings = 0
         self.device = example.inputs[0].device if example.inputs else torch.device("cpu")
         self._unasked = 0
-        self._asked = False
+        self._asked = self._sealed = False
         self._values: Mapping[str, torch.Tensor] = {}
         self.first = Program.of(captured, plan, compiler)
         self.present = self._settings.look()
@@ -205,6 +185,27 @@ class Programs:
         finally:
             self._asked, self._values = False, {}
 
+    def seal(
+        self,
+        batch: Batch,
+        recorded: Sequence[tuple[Callable[[], AbstractContextManager[None]], Sequence[Program]]],
+        shells: Mapping[int, Shell],
+    ) -> None:
+        """Keep the recordings of ``batch``, by mode, for a model that was changed since and cannot be recorded any more."""
+        known = dict.fromkeys(program for _, programs in recorded for program in programs)
+        shelled = {program: replace(program, shells=shells) for program in (self.first, *known)}
+        self.first, self._sealed = shelled[self.first], True
+        self._settings = Settings(self._captured.model, self._captured.report.stateful)
+        self._cache, self._keys, self._good, self._chosen = OrderedDict(), {}, {}, {}
+        for mode, programs in recorded:
+            with mode():
+                self.present = self._settings.look()
+                for microbatch, program in zip(batch.microbatches, programs, strict=True):
+                    key = self._key(microbatch, self.present)
+                    self._latest = self._keys.setdefault(key, key)
+                    found = self._cache.setdefault(self._latest, [])
+                    found += [shelled[program]] * (shelled[program] not in found)
+
     def _find(
         self, microbatch: MicroBatch, key: _Key, accept: Callable[[Program], None] | None, path: Path | None = None
     ) -> Program:
@@ -215,6 +216,11 @@ class Programs:
         for program in known if good is None or good not in known else [good, *known]:
             if program.follows(path.answers) and all(guard.holds(microbatch.inputs) for guard in program.captured.guards):
                 return program
+        if self._sealed:
+            raise FxChimeraError(
+                f"{self._difference(key)} differ from those of the example batch, and a model with parallelized stages cannot be "
+                "recorded again; pass batches like the example, with the model's modes as they were"
+            )
         try:
             program = self._record(microbatch, path)
         except (CaptureError, PartitionError) as error:

@@ -19,7 +19,8 @@ from fxchimera.runtime.context import casts_kept, without_autocast
 from fxchimera.runtime.gradients import GradientSum, HeldHooks, hooked, own_gradients, take_gradients
 from fxchimera.runtime.loss import LossFn, loss_of, total_loss
 from fxchimera.runtime.microbatch import Batch, MicroBatch
-from fxchimera.runtime.program import MOST_RUNS, Program, Programs, known_paths, unsettled
+from fxchimera.runtime.program import Program, Programs
+from fxchimera.runtime.settling import MOST_RUNS, known_paths, unsettled
 from fxchimera.runtime.undo import undo_of
 from fxchimera.schedule.placement import Placement
 from fxchimera_passes.assumed import collecting

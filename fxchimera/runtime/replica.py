@@ -17,7 +17,7 @@ from torch import nn
 
 from fxchimera.runtime.batchnorm import Delta, NormLayer, norm_layers, on_scratch_statistics
 from fxchimera.runtime.clone import Follower, clone_modules, set_by_name
-from fxchimera.runtime.compiled import CompiledStage, StageModule
+from fxchimera.runtime.compiled import StageModule, WholeStage
 from fxchimera.runtime.context import without_autocast
 from fxchimera.runtime.deferral import Deferral
 from fxchimera.runtime.division import Division
@@ -231,7 +231,7 @@ class Replica:
     def _mode(self, program: Program) -> Deferral | Observation | None:
         """What the forward of a micro-batch with a split backward runs under; None where nothing can be put off."""
         allowed = self._allowed.get(program)
-        if not torch.is_grad_enabled() or isinstance(self._module(program), CompiledStage):
+        if not torch.is_grad_enabled() or isinstance(self._module(program), WholeStage):
             return None
         if allowed is None:
             return Observation()

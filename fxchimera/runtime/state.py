@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fxchimera.errors import FxChimeraError
+from fxchimera.runtime.sharded import fill, whole
 from fxchimera.runtime.world import LocalWorld, World
 from fxchimera.schedule.placement import Placement
 from fxchimera_passes.plan import StagePlan
@@ -81,8 +82,7 @@ def load_state(model: nn.Module, state: Mapping[str, Any], owner: Mapping[str, i
         value = world.spread(state.get(key), "load_state_dict()")
         target = tensors.get(key)
         if isinstance(target, torch.Tensor) and not target.is_meta:
-            with torch.no_grad():
-                target.copy_(value)
+            fill(target, value)
 
 
 def _check(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
@@ -97,4 +97,4 @@ def _check(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
 
 
 def _to_cpu(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+    return whole(value.detach()).to("cpu", copy=True) if isinstance(value, torch.Tensor) else value

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from fxchimera.errors import FxChimeraError
 from fxchimera.runtime.agreement import Call
 from fxchimera.runtime.attempts import Attempts, Finished
 from fxchimera.runtime.engine import Engine
@@ -29,8 +30,10 @@ def run_trial(model: nn.Module, engine: Engine, attempts: Attempts, job: Job) ->
     """Collective: run a step and undo it; the user's hooks on parameters are not called.
 
     Raises:
-        FxChimeraError: As :meth:`Attempts.train`.
+        FxChimeraError: The user has parallelized stages; and as :meth:`Attempts.train`.
     """
+    if any(program.shells for program in job.programs):
+        raise FxChimeraError("verify() and profile() need the model as it was, but parallelize has changed its stages")
     owned = engine.owned
     earlier = {name: parameter.grad for name, parameter in owned.items()}
     undo = undo_of(model, model.buffers())

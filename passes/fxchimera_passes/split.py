@@ -24,7 +24,7 @@ from fxchimera_passes.scope import call_in_scope, scope_of
 from fxchimera_passes.soundness import watched
 from fxchimera_passes.whole import module_at
 
-__all__ = ["StageGraph", "split", "stand_in"]
+__all__ = ["StageGraph", "placed", "split", "stand_in"]
 
 _CPU = torch.device("cpu")
 
@@ -53,13 +53,8 @@ class StageGraph:
         an explicit device of the recording's kind.  ``again`` makes of a region what runs it again in the backward; without it
         nothing is.
         """
-        holder = nn.Module()
+        holder = placed(nn.Module(), self, root)
         holder.training = root.training
-        for name in self.modules:
-            _place(holder, name, module_at(root, name))
-        for name in self.attributes:
-            if not any(name.startswith(f"{module}.") for module in self.modules):
-                _place(holder, name, _attribute(root, name))
         for name, value in self.constants.items():
             _place(holder, name, value.to(device) if device is not None and isinstance(value, torch.Tensor) else value)
         graph = fx.Graph()
@@ -75,6 +70,16 @@ class StageGraph:
             assert again is not None
             enclose(holder, graph, [place[name] for name in names], f"<region {number}>", again)
         return check(fx.GraphModule(holder, graph, class_name=f"Stage{self.stage.index}"))
+
+
+def placed(holder: nn.Module, graph: StageGraph, root: nn.Module) -> nn.Module:
+    """Hang what a stage reads of ``root`` into ``holder``, under its own names; returns ``holder``."""
+    for name in graph.modules:
+        _place(holder, name, module_at(root, name))
+    for name in graph.attributes:
+        if not any(name.startswith(f"{module}.") for module in graph.modules):
+            _place(holder, name, _attribute(root, name))
+    return holder
 
 
 def split(captured: Captured, plan: StagePlan) -> tuple[StageGraph, ...]:

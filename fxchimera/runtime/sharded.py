@@ -1,0 +1,52 @@
+"""Tensors of which a rank holds a part: DTensors, which FSDP2 and tensor parallelism make of parameters.
+
+Reading one whole is a collective call of the ranks that share it, which make the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+__all__ = ["fill", "is_sharded", "reshard", "scale", "whole"]
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether a rank holds only its part of ``tensor``."""
+    module = sys.modules.get("torch.distributed.tensor")  # not imported for those who do without
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor."""
+    return cast("torch.Tensor", cast(Any, tensor).full_tensor()) if is_sharded(tensor) else tensor
+
+
+def reshard(root: nn.Module) -> None:
+    """Give back what FSDP2 has gathered for the modules of ``root``; after a forward without a backward it keeps some."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for module in root.modules():
+        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+            module.reshard()
+
+
+def fill(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy all values of a tensor, the same on every rank that shares ``target``."""
+    with torch.no_grad():
+        if is_sharded(target):
+            from torch.distributed.tensor import distribute_tensor
+
+            place: Any = target
+            value = distribute_tensor(value.to(target.device), place.device_mesh, place.placements, src_data_rank=None)
+        target.copy_(value)
+
+
+def scale(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors in place."""
+    for tensor in tensors:
+        part = cast(Any, tensor).to_local() if is_sharded(tensor) else tensor
+        part.mul_(factor.to(part.device))
