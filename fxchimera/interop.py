@@ -22,19 +22,18 @@ from torch.distributed.pipelining import Pipe, SplitPoint
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.pipelining.stage import PipelineStage
 
-from fxchimera.errors import BatchError, FxChimeraError, PartitionError
+from fxchimera.errors import FxChimeraError, PartitionError
 from fxchimera.planner.draft import Auto, draft
 from fxchimera.planner.table import Plan
 from fxchimera.runtime.loss import LossFn, LossWeight, loss_of, weights_of
-from fxchimera.runtime.microbatch import Batch, ChunkSpecs, MicroBatch, describe, dimensions, divide
-from fxchimera.runtime.pippy import TorchStage, any_order, chunk_spec, example_tensors
+from fxchimera.runtime.microbatch import Batch, ChunkSpecs, MicroBatch, dimensions, divide
+from fxchimera.runtime.pippy import TorchStage, any_order, chunk_spec, example_tensors, refuse_other
 from fxchimera.runtime.program import Program
 from fxchimera.runtime.torch_pipe import stages_of, whole_model
 from fxchimera.schedule.families import make_order
 from fxchimera.schedule.files import one_way_only
 from fxchimera.schedule.order import Order
 from fxchimera_passes.captured import TensorMeta, info
-from fxchimera_passes.keyed import microbatch_randomness
 from fxchimera_passes.points import After, Place
 from fxchimera_passes.split import StageGraph
 from fxchimera_passes.structure import flatten
@@ -110,7 +109,7 @@ def torch_stages(
 
     Raises:
         ScheduleError: The order has several pipes.
-        PartitionError: The model cannot be cut so.
+        PartitionError: The model cannot be cut so, or has fewer pieces than stages.
         FxChimeraError: Several stages would read one parameter: torch would not add their gradients.
     """
     order = one_way_only(make_order(schedule, num_stages, n_microbatches) if isinstance(schedule, str) else schedule)
@@ -122,6 +121,8 @@ def torch_stages(
     for stage in made.cut.stages:
         for name in stage.parameters:
             readers.setdefault(name, []).append(stage.index)
+    for note in made.cut.notes:
+        raise PartitionError(f"{note} torch's stages must not be empty; ask for fewer")
     shared = {name: stages for name, stages in readers.items() if len(stages) > 1}
     for name, stages in shared.items():
         raise FxChimeraError(
@@ -234,7 +235,7 @@ class TorchRunner:
         """
         stages = self.stages
         batch = divide(args, kwargs, target, stages.order.placement.n_microbatches, stages.specs)
-        self._check(batch)
+        refuse_other(batch, stages.example, stages.program.captured)
         count = len(batch.microbatches)
         weights = weights_of(batch, self._loss_weight, self._loss_fn, [stages.program] * count)
         tensors, _ = flatten((args, kwargs))
@@ -269,28 +270,6 @@ class TorchRunner:
         wanted = {index: self.stages.program.graphs[index].stage.inputs for index in self._indices}
         named = {f"input_{k}": values[k] for index, positions in wanted.items() if index for k in positions}
         return [values[k] for k in wanted.get(0, ())], named
-
-    def _check(self, batch: Batch) -> None:
-        program, example = self.stages.program, self.stages.example
-        known = _shapes(example)
-        for microbatch in batch.microbatches:
-            found = _shapes(microbatch)
-            if found != known or describe(microbatch.structure) != describe(example.structure):
-                raise BatchError(
-                    f"micro-batch {microbatch.index} has tensors {found}, the example has {known}: torch's schedules take "
-                    "micro-batches of one shape with the same plain values; fxchimera.pipeline takes any"
-                )
-            with microbatch_randomness(torch.initial_seed(), 0, microbatch.index):
-                wrong = next((guard for guard in program.captured.guards if not guard.holds(microbatch.inputs)), None)
-            if wrong is not None:
-                raise BatchError(
-                    f"micro-batch {microbatch.index} takes another path through the model than the example, at {wrong.line} "
-                    f"({wrong.description}); fxchimera.pipeline records such paths, torch's schedules run one"
-                )
-
-
-def _shapes(microbatch: MicroBatch) -> list[str]:
-    return [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in microbatch.inputs]
 
 
 def original_names(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,7 +21,7 @@ from tests.models import MODELS, Example
 from tests.pipes import N, batch, tagger, token_loss, traced
 from tests.workers import owned_gradients, rank
 
-__all__ = ["RATE", "STEPS", "Run", "example_of", "joined", "train_both", "train_pipe_both"]
+__all__ = ["RATE", "STEPS", "Run", "example_of", "joined", "run_script", "train_both", "train_pipe_both"]
 
 STEPS = 2
 RATE = 0.1
@@ -117,3 +118,8 @@ def _trained(step: Callable[[], Tensor | None], gradients: Callable[[], dict[str
 
 def _copy(parameter: Tensor) -> Tensor | None:
     return None if parameter.grad is None else parameter.grad.clone()
+
+
+def run_script(folder: str) -> dict[str, list[float]]:
+    """Run tutorials/loops/torch_schedules.py as one rank."""
+    return runpy.run_path(f"{folder}/torch_schedules.py")["train"]()

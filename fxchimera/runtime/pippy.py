@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import microbatch as torch_microbatch
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from fxchimera.errors import FxChimeraError
+from fxchimera.errors import BatchError, FxChimeraError
+from fxchimera.runtime.microbatch import Batch, MicroBatch, describe
 from fxchimera.schedule.files import write_csv_file
 from fxchimera.schedule.order import Order
 from fxchimera_passes._torch import is_view
-from fxchimera_passes.captured import TensorMeta
+from fxchimera_passes.captured import Captured, TensorMeta
+from fxchimera_passes.keyed import microbatch_randomness
 from fxchimera_passes.split import StageGraph
 
-__all__ = ["TorchStage", "any_order", "chunk_spec", "example_tensors"]
+__all__ = ["TorchStage", "any_order", "chunk_spec", "example_tensors", "refuse_other"]
 
 
 class _Entry(torch.autograd.Function):
@@ -101,3 +103,30 @@ def chunk_spec(dim: int | None) -> Any:
 def example_tensors(metas: Sequence[TensorMeta], device: torch.device) -> tuple[Tensor, ...]:
     """Tensors of these shapes and dtypes, contiguous as they are sent."""
     return tuple(torch.empty(meta.shape, dtype=meta.dtype, device=device).requires_grad_(meta.requires_grad) for meta in metas)
+
+
+def refuse_other(batch: Batch, example: MicroBatch, captured: Captured) -> None:
+    """Refuse a batch whose micro-batches do not all look like the ``example``, or take another path through the model.
+
+    Raises:
+        BatchError: The message has both shapes, or the user's line.
+    """
+    known = _shapes(example)
+    for microbatch in batch.microbatches:
+        found = _shapes(microbatch)
+        if found != known or describe(microbatch.structure) != describe(example.structure):
+            raise BatchError(
+                f"micro-batch {microbatch.index} has tensors {found}, the example has {known}: torch's schedules take "
+                "micro-batches of one shape with the same plain values; fxchimera.pipeline takes any"
+            )
+        with microbatch_randomness(torch.initial_seed(), 0, microbatch.index):
+            wrong = next((guard for guard in captured.guards if not guard.holds(microbatch.inputs)), None)
+        if wrong is not None:
+            raise BatchError(
+                f"micro-batch {microbatch.index} takes another path through the model than the example, at {wrong.line} "
+                f"({wrong.description}); fxchimera.pipeline records such paths, torch's schedules run one"
+            )
+
+
+def _shapes(microbatch: MicroBatch) -> list[str]:
+    return [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in microbatch.inputs]

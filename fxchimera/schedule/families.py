@@ -19,6 +19,7 @@ from fxchimera.schedule.zero_bubble import zb_h1
 
 __all__ = ["forward_only", "make_order", "schedules"]
 
+_TORCHS = {"interleaved1f1b": "interleaved-1f1b", "zbvzerobubble": "zbv"}  # torch's names, where they are not ours
 _BACKWARD = (Kind.B, Kind.I, Kind.W, Kind.SEND_B, Kind.RECV_B, Kind.SEND_G, Kind.RECV_G)
 
 
@@ -45,7 +46,7 @@ def schedules() -> dict[str, Callable[[int, int], Order]]:
 
 
 def make_order(schedule: str, num_stages: int, n_microbatches: int) -> Order:
-    """The compute-only order of a family, by name (upper or lower case).
+    """The compute-only order of a family, by name (upper or lower case), torch's "Interleaved1F1B" and "ZBVZeroBubble" included.
 
     With one stage every family is the same: forward and backward of one micro-batch after the other.
 
@@ -58,7 +59,7 @@ def make_order(schedule: str, num_stages: int, n_microbatches: int) -> Order:
         ScheduleError: The name is unknown, a number is below 1, or the family refuses the number of stages.
     """
     known = schedules()
-    name = schedule.lower()
+    name = _TORCHS.get(schedule.lower(), schedule.lower())
     if name not in known:
         if name == "auto":
             raise ScheduleError("'auto' is a search, not a family: it needs costs; call auto(num_ranks, n_microbatches, costs)")

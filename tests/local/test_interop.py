@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 
-from fxchimera.errors import BatchError, FxChimeraError, ScheduleError
+from fxchimera.errors import BatchError, FxChimeraError, PartitionError, ScheduleError
 from fxchimera.interop import TorchRunner, torch_stages
 from tests.models import MODELS
 
@@ -45,6 +45,11 @@ def test_parameters_of_two_stages_are_refused_by_name() -> None:
     example = MODELS["tied"]()
     with pytest.raises(FxChimeraError, match=r"stages 0 and 1 read parameter '\S+', and torch\.distributed\.pipelining does not"):
         torch_stages(example.model, example_args=example.args, example_kwargs=example.kwargs, num_stages=2, n_microbatches=2)
+
+
+def test_fewer_pieces_than_stages_are_refused() -> None:
+    with pytest.raises(PartitionError, match="torch's stages must not be empty; ask for fewer"):
+        torch_stages(nn.Linear(2, 2), example_args=(torch.zeros(2, 2),), num_stages=2, n_microbatches=2)
 
 
 def test_two_copies_are_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from tests.process.alike import union
 from tests.process.pool import Pool
 
 pytestmark = pytest.mark.process
+
+LOOPS = Path(__file__).parents[2] / "tutorials" / "loops"
 
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 
@@ -76,3 +80,19 @@ def test_a_pipe_of_torchs_trains_alike_under_both_runtimes(processes: Pool) -> N
         found = union([run["gradients"][number] for run in ours])
         for run in ours:
             assert_close(Outcome(run["losses"][number], found), expected, TOLERANCE[torch.float64])
+
+
+def test_the_tutorial_trains_as_the_plain_model(processes: Pool) -> None:
+    answers = processes.run(2, interop_ranks.run_script, str(LOOPS))
+    script = runpy.run_path(str(LOOPS / "torch_schedules.py"))
+    model, losses = script["make_model"](), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for tokens in script["make_batches"](4):
+        optimizer.zero_grad()
+        loss = script["token_loss"](model(tokens), tokens)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    for name in ("torch 1F1B", "our zb-h1"):
+        assert answers[0][name] == []
+        assert answers[1][name] == pytest.approx(losses, rel=1e-5)

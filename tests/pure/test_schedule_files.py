@@ -58,3 +58,11 @@ def test_two_copies_of_a_stage_cannot_be_written(name, tmp_path):
     with pytest.raises(ScheduleError, match=r"pipes, and torch\.distributed\.pipelining has one copy of each stage"):
         write_csv_file(make_order(name, 4, 8), tmp_path / "order.csv")
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("torchs", "ours"), [("GPipe", "gpipe"), ("1F1B", "1f1b"), ("Interleaved1F1B", "interleaved-1f1b"), ("ZBVZeroBubble", "zbv")]
+)
+def test_torchs_names_are_known(torchs, ours):
+    assert theirs.get_schedule_class(torchs) is not None
+    assert make_order(torchs, 2, 4) == make_order(ours, 2, 4)
