@@ -22,6 +22,7 @@ from fxchimera.planner.relief import Recompute
 from fxchimera.runtime.batchnorm import BatchNorm, check_batch_norm
 from fxchimera.runtime.compiled import compiler_of
 from fxchimera.runtime.devices import DeviceLike, choose_devices
+from fxchimera.runtime.example import common_example
 from fxchimera.runtime.failure import Cause, Limits
 from fxchimera.runtime.initialise import ParamInit
 from fxchimera.runtime.layout import Layout
@@ -162,8 +163,7 @@ def pipeline(
     try:
         world.devices = choose_devices(devices, num_stages, world.ranks)
         specs = ChunkSpecs(args=args_chunk_spec, kwargs=kwargs_chunk_spec, target=target_chunk_spec)
-        pipeline = world.grid.pipeline
-        batch = divide(example_args, dict(example_kwargs or {}), None, n_microbatches, specs, pipeline=pipeline)
+        batch = common_example(divide(example_args, dict(example_kwargs or {}), None, n_microbatches, specs), world)
 
         def profiled(made: Draft) -> Draft:
             """Plan again from what the stages of a first plan take."""

@@ -16,7 +16,8 @@ from tests.parity import Outcome, gradients_of, split
 from tests.workers import Caught, caught, owned_gradients, rank, step, threads
 
 __all__ = [
-    "expected_steps", "fail_in_forward", "mistakes", "refused", "shards", "train", "train_apart", "train_routed", "use_everything",
+    "expected_steps", "fail_in_forward", "mistakes", "not_finite", "refused", "shards", "train", "train_apart", "train_routed",
+    "use_everything",
 ]  # fmt: skip
 
 
@@ -73,9 +74,8 @@ def train(
 ) -> dict[str, Any]:
     """AdamW steps on this pipeline's shard, the first ``skipped`` batches of each under no_sync; ``options`` are the model's."""
     example = own_shard(name, rows, **{"dtype": torch.float64, **options})
-    whole = MODELS[name](batch=max(rows), dtype=torch.float64, **options)
     losses, gradients = [], {}
-    with wrap(example._replace(args=whole.args, kwargs=whole.kwargs), stages, n, schedule) as pipe:
+    with wrap(example, stages, n, schedule) as pipe:
         start = {key: value.detach().clone() for key, value in pipe.named_parameters()}
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
         for number in range(steps):
@@ -102,8 +102,7 @@ def train_apart(rows: Sequence[int]) -> tuple[tuple[int, list[str]], Tensor, dic
     """One step of two pipelines of two ranks on two nodes, mirrors apart; the pipeline, what is owned, loss and gradients."""
     os.environ["GROUP_RANK"] = str(rank() // 2)  # as two agents of torchrun would set it
     example = shards("mlp", rows, dtype=torch.float64)[rank() % 2]
-    whole = MODELS["mlp"](batch=max(rows), dtype=torch.float64)
-    with wrap(example._replace(args=whole.args), 2, 2, rank_placement="mirrors_apart") as pipe:
+    with wrap(example, 2, 2, rank_placement="mirrors_apart") as pipe:
         loss = step(pipe, example)
         place = pipe.data_parallel_rank, sorted(name for name, _ in pipe.named_parameters())
         return place, loss, owned_gradients(pipe), len(pipe.state_dict())
@@ -162,8 +161,7 @@ def use_everything(stages: int, n: int) -> dict[str, Any]:
     rows = (7, 4)
     example = own_shard("mlp", rows)
     example = example._replace(model=MODELS["mlp"](seed=rank()).model)
-    whole = MODELS["mlp"](batch=max(rows))
-    with wrap(example._replace(args=whole.args), stages, n) as pipe:
+    with wrap(example, stages, n) as pipe:
         start = pipe.state_dict()
         pipe.eval()
         output = pipe(*example.args)
@@ -203,6 +201,20 @@ def mistakes(kind: str) -> Caught:
         error = caught(wrong)
         assert torch.isfinite(step(pipe, example))
     return error
+
+
+def not_finite() -> tuple[Caught, int, bool]:
+    """A row of micro-batch 2 of pipeline 1 is infinite; the error, how many gradients are there then, and a good step."""
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
+    x, y = torch.zeros(8, 6), torch.zeros(8, 6)
+    bad = y.clone()
+    bad[4, 0] = float("inf") if rank() // 2 else 0.0
+    with fxchimera.pipeline(
+        model, example_args=(x,), loss_fn=nn.functional.l1_loss, num_stages=2, n_microbatches=4, schedule="chimera"
+    ) as pipe:
+        error = caught(lambda: pipe.step(x, target=bad))
+        left = sum(parameter.grad is not None for parameter in pipe.parameters())
+        return error, left, bool(torch.isfinite(pipe.step(x, target=y)))
 
 
 def fail_in_forward() -> tuple[Caught, Caught]:

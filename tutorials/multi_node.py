@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     torch.manual_seed(0)
     pipe = fxchimera.pipeline(
         Counter(),
-        example_args=(batch_of(0, options.n_microbatches)[0],),  # the same on all ranks; batches may have more rows
+        example_args=(batch_of(0, options.n_microbatches)[0],),  # batches may have more rows
         loss_fn=nn.functional.cross_entropy,
         num_stages=options.num_stages,
         n_microbatches=options.n_microbatches,

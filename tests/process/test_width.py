@@ -14,15 +14,17 @@ import torch
 
 import fxchimera
 from tests import wide
+from tests.faults import Fault
 from tests.local.wrapped import wrap
 from tests.models import MODELS
 from tests.parity import Outcome, assert_close, assert_same_tensors
+from tests.process import failing
 from tests.process.alike import union
 from tests.process.pool import Pool
 
 pytestmark = pytest.mark.process
 
-CELLS = [("mlp", (13, 8), 2, 3, "chimera"), ("tied", (6, 9), 2, 4, "1f1b")]
+CELLS = [("mlp", (13, 8), 2, 3, "chimera"), ("tied", (6, 9), 2, 4, "auto")]
 MORE = [  # the pool has eight processes
     (name, (13, 18), stages, n, schedule)
     for name in MODELS
@@ -182,6 +184,24 @@ def test_a_failure_names_the_pipeline(processes: Pool) -> None:
     assert len(texts) == 1, "every rank names the same cause"
     text = texts.pop()
     assert text.startswith("rank 3 failed: pipeline 1, its rank 1, stage 1 (down), micro-batch 0, action 1F0: ValueError: planted")
+
+
+@pytest.mark.parametrize("schedule", ["chimera", pytest.param("1f1b", marks=pytest.mark.matrix)])
+def test_a_killed_rank_is_named_in_every_pipeline(processes: Pool, schedule: str) -> None:
+    answers = processes.survivors(4, 3, failing.meet, Fault("kill", 3, 2), 2, schedule)
+    assert len(answers) == 3
+    for error, text, seconds, again, _, closing in answers.values():
+        assert error == again == "PipelineError"
+        assert text.startswith("rank 3 failed: pipeline 1, its rank 1, "), text
+        assert max(seconds, closing) < 20.0
+
+
+def test_a_loss_that_is_not_finite_is_named_with_its_pipeline(processes: Pool) -> None:
+    for (error, text, _), gradients, good in processes.run(4, wide.not_finite):
+        assert error == "NonFiniteLossError"
+        assert "micro-batch 2 (up) of pipeline 1 (inf)" in text
+        assert gradients == 0
+        assert good
 
 
 @pytest.mark.parametrize(
