@@ -5,6 +5,7 @@ The model is a chain of blocks between an embedding and a head, in float64.
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import torch
@@ -117,7 +118,11 @@ def train(kind: str, schedule: str) -> dict[str, Any]:
             state = pipe.state_dict()
             pipe.load_state_dict({key: value + 1 for key, value in state.items()})
             changed = pipe.state_dict()
-            errors = [caught(lambda: pipe.verify(x[part], target=y[part])), caught(lambda: pipe.step(x[:2], target=y[:2]))]
+            errors = [
+                caught(lambda: pipe.verify(x[part], target=y[part])),
+                caught(lambda: pipe.step(x[:2], target=y[:2])),
+                caught(lambda: pipe.save(tempfile.gettempdir() + "/never")),
+            ]
         return {
             "losses": losses, "gradients": gradients, "norms": norms, "sharded": sharded, "evaluated": evaluated, "state": state,
             "changed": changed, "output": output, "called": called, "own": own.get_local_rank(), "errors": errors,

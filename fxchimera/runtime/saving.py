@@ -29,6 +29,7 @@ from fxchimera.runtime.savedfiles import (
     remove_unused,
     write_tensors,
 )
+from fxchimera.runtime.sharded import refuse_sharded
 from fxchimera.runtime.state import owned_state
 from fxchimera.runtime.weightfiles import Files
 from fxchimera.runtime.world import World
@@ -78,6 +79,7 @@ def save(held: Held, folder: Path, optimizer: torch.optim.Optimizer | None, valu
     def write() -> _Part:
         if world.grid.pipeline:  # the first pipeline has the same
             return _Part({}, {}, {}, {}, {})
+        refuse_sharded(held.owned.values(), "save()")
         folder.mkdir(parents=True, exist_ok=True)
         refuse_foreign(folder)
         state = owned_state(held.model, held.owner, world)
@@ -131,6 +133,7 @@ def load(held: Held, folder: Path, optimizer: torch.optim.Optimizer | None) -> M
     }
 
     def look() -> dict[str, Any] | None:
+        refuse_sharded(held.owned.values(), "load()")
         _compare(held.model, saved, folder)
         _check_tensors(folder, saved, targets)
         return None if optimizer is None else packed_state(optimizer, held.owned, _moments(folder, saved, held.owned))

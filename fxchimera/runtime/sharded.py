@@ -6,13 +6,15 @@ Reading one whole is a collective call of the ranks that share it, which make th
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-__all__ = ["fill", "is_sharded", "reshard", "scale", "whole"]
+from fxchimera.errors import FxChimeraError
+
+__all__ = ["fill", "is_sharded", "refuse_sharded", "reshard", "scale", "whole"]
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -24,6 +26,19 @@ def is_sharded(tensor: Any) -> bool:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return all of a tensor."""
     return cast("torch.Tensor", cast(Any, tensor).full_tensor()) if is_sharded(tensor) else tensor
+
+
+def refuse_sharded(tensors: Iterable[torch.Tensor], what: str) -> None:
+    """Refuse a call that handles whole tensors only.
+
+    Raises:
+        FxChimeraError: A tensor is sharded.
+    """
+    if any(map(is_sharded, tensors)):
+        raise FxChimeraError(
+            f"{what} takes whole tensors, but stages have been parallelized; use torch.distributed.checkpoint with "
+            "pipe.state_dict(full=False), or pipe.state_dict() for all of it on rank 0"
+        )
 
 
 def reshard(root: nn.Module) -> None:

@@ -14,7 +14,7 @@ from tests.process.pool import Pool
 pytestmark = pytest.mark.process
 
 
-@pytest.mark.parametrize(("stages", "schedule"), [(4, "chimera"), (2, "zbv")])
+@pytest.mark.parametrize(("stages", "schedule"), [(2, "chimera"), pytest.param(2, "zbv", marks=pytest.mark.matrix)])
 def test_the_profiler_of_a_process_sees_its_actions(processes: Pool, stages: int, schedule: str) -> None:
     ranks = processes.run(stages, tools.profiled, "mlp", stages, 4, schedule)
     computed = [f"PP:{action}" for rank in make_order(schedule, stages, 4).ranks for action in rank]
@@ -23,7 +23,7 @@ def test_the_profiler_of_a_process_sees_its_actions(processes: Pool, stages: int
     assert sum((seen[name] for seen, _ in ranks for name in set(computed))) == len(computed)
 
 
-@pytest.mark.parametrize(("name", "schedule"), [("tied", "chimera"), ("gpt2", "zbv")])
+@pytest.mark.parametrize(("name", "schedule"), [("tied", "chimera"), pytest.param("gpt2", "zbv", marks=pytest.mark.matrix)])
 def test_training_in_autocast(processes: Pool, name: str, schedule: str) -> None:
     expected = tools.trained_in_autocast(name, 2, 3, schedule)
     ranks = processes.run(2, tools.trained_in_autocast, name, 2, 3, schedule)
@@ -33,7 +33,7 @@ def test_training_in_autocast(processes: Pool, name: str, schedule: str) -> None
     assert_same_tensors(ranks[0]["state"], expected["state"])
 
 
-@pytest.mark.parametrize(("name", "schedule"), [("mlp", "chimera"), ("tied", "zbv")])
+@pytest.mark.parametrize(("name", "schedule"), [("mlp", "chimera"), pytest.param("tied", "zbv", marks=pytest.mark.matrix)])
 def test_all_ranks_skip_the_same_steps(processes: Pool, name: str, schedule: str) -> None:
     """ShardedGradScaler: an overflow on one rank is an overflow on all."""
     expected = tools.scaled(name, 2, 4, schedule, 7)
@@ -46,6 +46,7 @@ def test_all_ranks_skip_the_same_steps(processes: Pool, name: str, schedule: str
     assert_same_tensors(ranks[0]["state"], expected["state"])
 
 
+@pytest.mark.matrix
 def test_compiled_stages(processes: Pool) -> None:
     expected = tools.compiled("tied", 2, 2, "chimera")
     ranks = processes.run(2, tools.compiled, "tied", 2, 2, "chimera")
