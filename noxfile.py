@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -90,6 +91,19 @@ def zoo(session: nox.Session) -> None:
     session.install(*nox.project.dependency_groups(PROJECT, "zoo"), TORCH)
     session.install("--no-deps", *ZOO_ALONE)
     session.run("python", "-m", "tests.zoo_runner", *session.posargs, env={**ONE_THREAD, "PYTHONPATH": "passes"})
+
+
+@nox.session(default=False)
+def gpu(session: nox.Session) -> None:
+    """On a GPU (several minutes): parity with ranks that share it, late streams, waits of the host, and a picture of a step."""
+    if shutil.which("nvidia-smi") is None:
+        session.skip("there is no nvidia-smi, so no CUDA device")
+    install(session, "tests")
+    folder = session.create_tmp()
+    surroundings = {**ONE_THREAD, "FXCHIMERA_ARTIFACTS": folder}
+    session.run("pytest", "-m", "cuda", *(session.posargs or ["tests/gpu"]), env=surroundings)
+    found = Path(folder, "messages.txt")
+    session.log(f"{found.read_text() if found.exists() else ''}; the step's picture and its trace for Perfetto are in {folder}")
 
 
 @nox.session(default=False)

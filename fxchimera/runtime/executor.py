@@ -19,6 +19,7 @@ from fxchimera.runtime.failure import Failure
 from fxchimera.runtime.feed import feed_of
 from fxchimera.runtime.job import Job, Result
 from fxchimera.runtime.lanes import Lane
+from fxchimera.runtime.lanetimes import LaneTimed, lane_events
 from fxchimera.runtime.loss import loss_of
 from fxchimera.runtime.losscheck import refuse_other_leaves
 from fxchimera.runtime.mailbox import Mailbox
@@ -150,6 +151,8 @@ class _Run:
         while self._errands.gradients:
             self._take_gradients()
         self._errands.finish()
+        if self._lane is not None:  # until here the events were the host's, for a report of a failure
+            self.result.events[:] = lane_events(self._rank, self._lane)
 
     # ------------------------------------------------------------------ computes
 
@@ -250,4 +253,6 @@ class _Run:
             self._errands.take_gradients()
 
     def _timed(self, action: Action) -> Timed:
+        if self._lane is not None:
+            return LaneTimed(self._rank, action, self.result.events, self._lane, profiled=self._profiled)
         return Timed(self._rank, action, self.result.events, profiled=self._profiled)

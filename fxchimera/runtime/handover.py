@@ -52,9 +52,11 @@ class _Line:
         if not self.copies:
             return detached, produced
         accelerator.wait(self.here, produced)
+        begun = accelerator.event(self.here, timed=True)
         with self._current():
             copied = [None if tensor is None else self._copy(tensor) for tensor in detached]
             arrived = accelerator.event(self.there)
+        self.source.carried = begun, accelerator.event(self.here, timed=True)
         return copied, arrived
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:

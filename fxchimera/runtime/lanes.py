@@ -10,6 +10,7 @@ puts there afterwards comes after; so memory that either of them lets go of may 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -19,12 +20,11 @@ import torch
 from fxchimera.runtime.crew import Crew, OfRank
 from fxchimera.runtime.devices import Devices
 from fxchimera.runtime.streams import Accelerator
+from fxchimera.schedule.action import Action
 
 __all__ = ["Lane", "Lanes"]
 
 _T = TypeVar("_T")
-
-
 _Member = TypeVar("_Member", bound=OfRank)
 
 
@@ -37,15 +37,20 @@ class Lane:
         self.inputs = accelerator.stream(device)
         self.streams = [self.compute, self.inputs]
         """All streams that this rank's memory is written on."""
+        self.begun, self.started = accelerator.event(self.compute, timed=True), 0.0
+        """Where a call's work on the device begins, and the host's seconds then."""
+        self.stamps: list[tuple[Action, torch.Event, torch.Event]] = []
+        self.carried: tuple[torch.Event, torch.Event] | None = None
+        """When the latest message was on its way."""
 
     @contextmanager
-    def entered(self, begun: torch.Event) -> Iterator[None]:
+    def entered(self, begun: torch.Event, started: float) -> Iterator[None]:
         """Compute on this lane, on the present thread, after ``begun``; backwards run on this thread, too.
 
         torch would run them on one thread for each device, which ranks that share it would queue for, and which knows nothing of
         the micro-batch's names for random draws.
         """
-        accelerator = self.accelerator
+        accelerator, self.begun, self.started, self.stamps = self.accelerator, begun, started, []
         index, before = torch.accelerator.current_device_index(), accelerator.current(self.device)
         for stream in self.streams:
             accelerator.wait(stream, begun)
@@ -85,11 +90,12 @@ class Lanes:
         if accelerator is None:
             return crew.call(act)
         callers = {lane.device: accelerator.current(lane.device) for lane in self._lanes.values()}
-        begun = {device: accelerator.event(stream) for device, stream in callers.items()}
+        begun = {device: accelerator.event(stream, timed=True) for device, stream in callers.items()}
+        started = time.monotonic()
 
         def acting(member: _Member) -> _T:
             lane = self._lanes[member.rank]
-            with lane.entered(begun[lane.device]):
+            with lane.entered(begun[lane.device], started):
                 return act(member)
 
         try:

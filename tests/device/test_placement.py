@@ -97,6 +97,21 @@ def test_a_tied_parameter_and_a_buffer_that_several_stages_read(schedule):
         assert model.first.weight is model.last.weight
 
 
+def test_the_timeline_is_that_of_the_devices():
+    x, y = batch()
+    pipe, plain = pair(Blocks(), "chimera", TURN)
+    with pipe, plain:
+        pipe.step(x, target=y), plain.step(x, target=y)
+        found, expected = pipe._timeline, plain._timeline
+        assert sorted((e.rank, str(e.action)) for e in found.events) == sorted((e.rank, str(e.action)) for e in expected.events)
+        ends = {(event.rank, str(event.action)): event for event in found.events}
+        for microbatch in pipe.plan.order.placement.microbatches(0):  # rank r computes stage r of the down pipe
+            for stage in range(3):
+                sent, read = ends[stage, f"{stage}SEND_F{microbatch}"], ends[stage + 1, f"{stage + 1}F{microbatch}"]
+                assert ends[stage, f"{stage}F{microbatch}"].end <= sent.start <= sent.end <= read.start
+        assert 0 < found.makespan < 60
+
+
 def test_state_dicts_and_verify():
     x, y = batch()
     model = Blocks()
