@@ -73,6 +73,13 @@ def torture(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def planted(session: nox.Session) -> None:
+    """Plant known bugs one at a time, and say which of them no test notices (slow); words after ``--`` choose."""
+    install(session, "tests")
+    session.run("python", "-m", "tests.planted", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(default=False)
 def exhaustive(session: nox.Session) -> None:
     """Prove every order of every family in all cells, thousands of mutants, and the search against an exact solver (slow)."""
     install(session, "tests")
