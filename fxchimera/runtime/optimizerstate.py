@@ -6,17 +6,18 @@ belongs to a parameter (its moments, and the options of its group) is filed unde
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import nn
 
 from fxchimera.errors import FxChimeraError
 
-__all__ = ["OptimizerState", "optimizer_state", "packed_state"]
+__all__ = ["OptimizerState", "is_distributed", "optimizer_state", "packed_state"]
 
 _NUMBERED = ("params", "param_names")  # of a group: what is said by number
 
@@ -58,17 +59,36 @@ def packed_state(optimizer: torch.optim.Optimizer, owned: Mapping[str, nn.Parame
     Raises:
         FxChimeraError: A parameter was not saved with an optimizer, or a group would need two values of one option.
     """
-    names = _names(optimizer, owned)
-    packed = optimizer.state_dict()
+    names, groups = _names(optimizer, owned), _groups(optimizer)
     state = {number: {**saved.tensors.get(name, {}), **saved.scalars.get(name, {})} for number, name in names.items()}
-    for group in packed["param_groups"]:
+    for group in groups:
         own = [names[number] for number in group["params"]]
         lacking = next((name for name in own if name not in saved.options), None)
         if lacking is not None:
             raise FxChimeraError(f"the checkpoint has no optimizer state of parameter {lacking!r}, which the optimizer has")
         for key in saved.options[own[0]] if own else ():
             group[key] = _like(group.get(key), _one_value(key, {name: saved.options[name].get(key) for name in own}))
-    return {"state": {number: own for number, own in state.items() if own}, "param_groups": packed["param_groups"]}
+    return {"state": {number: own for number, own in state.items() if own}, "param_groups": groups}
+
+
+def is_distributed(optimizer: torch.optim.Optimizer | None) -> TypeGuard[_Distributed]:
+    """Whether each pipeline keeps a part of the state only, as with torch's ``ZeroRedundancyOptimizer``, whose import is slow."""
+    return hasattr(optimizer, "consolidate_state_dict")
+
+
+class _Distributed(Protocol):
+    param_groups: list[dict[str, Any]]
+
+    def consolidate_state_dict(self, to: int) -> None: ...
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The groups as in ``state_dict()``, which an optimizer with its state on several pipelines has for those together only."""
+    if not is_distributed(optimizer):
+        found: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
+        return found
+    numbers = itertools.count()
+    return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
 
 
 def _like(present: Any, value: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fxchimera.errors import FxChimeraError
-from fxchimera.runtime.optimizerstate import OptimizerState, optimizer_state, packed_state
+from fxchimera.runtime.optimizerstate import OptimizerState, is_distributed, optimizer_state, packed_state
 from fxchimera.runtime.savedfiles import (
     Saved,
     Stored,
@@ -75,6 +75,8 @@ def save(held: Held, folder: Path, optimizer: torch.optim.Optimizer | None, valu
     """
     world = held.world
     token: str = world.spread(uuid.uuid4().hex[:12], "save()")
+    if is_distributed(optimizer):
+        optimizer.consolidate_state_dict(to=0)
 
     def write() -> _Part:
         if world.grid.pipeline:  # the first pipeline has the same

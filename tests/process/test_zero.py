@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,3 +70,33 @@ def test_sharded_optimizer_state_trains_bit_for_bit_as_the_whole(processes: Pool
     for number in range(stages):
         column = sharded[number::stages]
         assert sum(answer["kept"] for answer in column) == len(column[0]["owned"]), "every state is kept once"
+
+
+def resume(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Five steps, and three steps, a checkpoint, and two more by a new pipeline; what is owned then."""
+    found = []
+    x, y = torch.ones(8, 8).double() * (1 + rank() // 2), torch.zeros(8, 4).double()
+    for parts in ((5,), (3, 2)):
+        for number, steps in enumerate(parts):
+            with fxchimera.pipeline(
+                deep(), example_args=(x,), loss_fn=nn.functional.mse_loss, num_stages=2, n_microbatches=4, schedule="1f1b"
+            ) as pipe:
+                optimizer = ZeroRedundancyOptimizer(
+                    pipe.parameters(), optimizer_class=torch.optim.AdamW, process_group=pipe.data_parallel_group, lr=1e-2
+                )
+                if number:
+                    pipe.load(folder, optimizer=optimizer)
+                for _ in range(steps):
+                    pipe.step(x, target=y)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if steps == 3:
+                    pipe.save(folder, optimizer=optimizer)
+                owned = {name: parameter.detach().clone() for name, parameter in pipe.named_parameters()}
+        found.append(owned)
+    return found[0], found[1]
+
+
+def test_training_goes_on_from_a_checkpoint_of_sharded_state(processes: Pool, tmp_path: Path) -> None:
+    for straight, resumed in processes.run(4, resume, str(tmp_path / "checkpoint")):
+        assert_same_tensors(resumed, straight)
