@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,6 +13,7 @@ from tests.process.pool import Pool
 
 pytestmark = pytest.mark.process
 
+SCRIPT = Path(__file__).parents[2] / "tutorials" / "tools" / "sharded_llama.py"
 CELLS = [("dp", "1f1b"), ("tp", "zbv")]
 MORE = [
     pytest.param(kind, schedule, marks=pytest.mark.matrix) for kind, schedule in [("dp", "zbv"), ("tp", "1f1b"), ("dp", "auto")]
@@ -48,3 +52,14 @@ def test_gradients_and_parameters_are_those_of_the_plain_model(processes: Pool, 
         assert "parallelize has changed its stages" in verify
         assert "pass batches like the example" in other
         assert "save() takes whole tensors" in save
+
+
+def llama(kind: str, schedule: str) -> float:
+    error: float = runpy.run_path(str(SCRIPT))["main"](kind, schedule)
+    return error
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("kind", "schedule"), [("dp", "zbv"), ("tp", "1f1b"), ("tp", "auto")])
+def test_the_tutorials_llama(processes: Pool, kind: str, schedule: str) -> None:
+    assert max(processes.run(4, llama, kind, schedule)) < 1e-12
