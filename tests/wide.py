@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +17,8 @@ from tests.parity import Outcome, gradients_of, split
 from tests.workers import Caught, caught, owned_gradients, rank, step, threads
 
 __all__ = [
-    "expected_steps", "fail_in_forward", "mistakes", "not_finite", "refused", "shards", "train", "train_apart", "train_routed",
-    "use_everything",
+    "expected_steps", "fail_in_forward", "forget_to_shard", "mistakes", "not_finite", "refused", "shards", "train", "train_apart",
+    "train_routed", "use_everything",
 ]  # fmt: skip
 
 
@@ -201,6 +202,15 @@ def mistakes(kind: str) -> Caught:
         error = caught(wrong)
         assert torch.isfinite(step(pipe, example))
     return error
+
+
+def forget_to_shard() -> bool:
+    """Every pipeline gets the whole batch; whether this rank warns of that."""
+    example = MODELS["mlp"](batch=8)
+    with wrap(example, 2, 4) as pipe, warnings.catch_warnings(record=True) as caught_warnings:
+        warnings.simplefilter("always")
+        step(pipe, example)
+    return any("all 2 pipelines were given the same batch" in str(one.message) for one in caught_warnings)
 
 
 def not_finite() -> tuple[Caught, int, bool]:

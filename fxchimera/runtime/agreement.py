@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -18,6 +19,10 @@ __all__ = ["Call", "Prepared", "agree", "agree_on_batch"]
 
 _T = TypeVar("_T")
 
+_ALIKE = (
+    "all {} pipelines were given the same batch, which adds nothing to what one of them computes; give each its own shard, by "
+    "pipe.data_parallel_size and pipe.data_parallel_rank"
+)
 _COMMON = 3  # words of a call that all pipelines share: the call, whether the batch was accepted, and ``common``
 
 
@@ -73,6 +78,9 @@ def agree_on_batch(world: World, call: Call, prepare: Callable[[], Prepared[_T]]
 
     Raises:
         BatchError: Another rank refused its batch, makes another call, or has another batch.
+
+    Warns:
+        UserWarning: In a step, all pipelines have one and the same batch (said on rank 0).
     """
     prepared: Prepared[_T] | None = None
     error: Exception | None = None
@@ -97,6 +105,8 @@ def agree_on_batch(world: World, call: Call, prepare: Callable[[], Prepared[_T]]
         assert odd is not None
         raise BatchError(_disagreement(words, odd, descriptions))
     assert prepared is not None
+    if world.grid.width > 1 and world.process == 0 and call is Call.STEP and all(other == words[0] for other in words):
+        warnings.warn(_ALIKE.format(world.grid.width), stacklevel=4)
     return prepared.value
 
 

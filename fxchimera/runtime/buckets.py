@@ -152,10 +152,13 @@ class _Flat:
         dtype = next(iter(parameters.values())).dtype
         self._end = sum(parameter.numel() for parameter in parameters.values())
         length = -(-(self._end + len(parameters)) // size) * size
-        self.buffer = torch.zeros(length, dtype=dtype, device="cpu")
+        self.buffer = torch.empty(length, dtype=dtype, device="cpu")
+        self.buffer[self._end :] = 0
         for (name, part), place in zip(self._parts(), range(self._end, length), strict=False):
             total = totals[name]
-            if total is not None:
+            if total is None:
+                part.zero_()
+            else:
                 if total.layout != torch.strided:
                     raise PipelineError(
                         f"the gradient of {name!r} has layout {total.layout}, which cannot be summed over pipelines; make it dense"

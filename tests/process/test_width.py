@@ -81,7 +81,7 @@ def test_uneven_shards_train_as_the_plain_model(
 def test_every_model_trains_as_the_plain_one(
     eight: Pool, name: str, rows: tuple[int, ...], stages: int, n: int, schedule: str
 ) -> None:
-    answers = eight.run(stages * len(rows), partial(wide.train, name, rows, stages, n, schedule))
+    answers = eight.run(stages * len(rows), partial(wide.train, name, rows, stages, n, schedule), limit=240.0)
     assert_trained_as_plain(answers, name, rows, n, stages)
 
 
@@ -215,6 +215,10 @@ def test_a_loss_that_is_not_finite_is_named_with_its_pipeline(processes: Pool) -
 def test_what_data_parallelism_does_not_take(processes: Pool, kind: str, said: str) -> None:
     for _, text, _ in processes.run(4, wide.refused, kind, spoils=kind == "sparse"):
         assert said in text
+
+
+def test_one_batch_for_all_pipelines_is_warned_of(processes: Pool) -> None:
+    assert processes.run(4, wide.forget_to_shard) == [True, False, False, False]
 
 
 def test_threads_are_one_pipeline() -> None:
