@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -25,6 +26,7 @@ from fxchimera.runtime.losscheck import refuse_other_leaves
 from fxchimera.runtime.mailbox import Mailbox
 from fxchimera.runtime.message import Key, Payload
 from fxchimera.runtime.place import IDLE
+from fxchimera.runtime.placedloss import placed_loss
 from fxchimera.runtime.position import Position
 from fxchimera.runtime.program import Program
 from fxchimera.runtime.replica import Replica
@@ -70,6 +72,8 @@ class Executor:
         Raises:
             PipelineError: An action failed here or on another rank; the message names the first cause.
         """
+        if self.lane is not None:
+            job = replace(job, loss_fn=placed_loss(job.loss_fn, self.lane.device))
         run = _Run(self, self._placement, self._transport, job, self._buckets)
         failure = self._failure
         try:

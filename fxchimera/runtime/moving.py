@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
+from fxchimera.errors import FxChimeraError
 from fxchimera.runtime.state import owner_process
+from fxchimera.runtime.streams import is_host
 from fxchimera.runtime.world import World
 from fxchimera.schedule.placement import Placement
 from fxchimera_passes.captured import Captured
@@ -21,11 +23,21 @@ __all__ = ["drop_unowned", "move_model", "spread_model"]
 
 
 def spread_model(captured: Captured, plan: StagePlan, placement: Placement, world: World) -> None:
-    """Move every tensor that a rank of this process owns to the rank's device; nothing is moved on the CPU."""
+    """Move every tensor that a rank of this process owns to the rank's device.
+
+    Raises:
+        FxChimeraError: Ranks compute on the CPU, but a parameter or buffer is elsewhere.
+    """
     devices, model = world.devices, captured.model
     if devices.by_rank:
         owner = owner_process(model, plan, captured.parameters, placement)
         _move(model, {name: devices.by_rank[rank] for name, rank in owner.items() if rank in world.ranks})
+        return
+    for name, tensor in _tensors(model):
+        if not is_host(tensor.device):
+            raise FxChimeraError(
+                f"{name!r} is on {tensor.device}, but ranks compute on the CPU; move the model there, or name devices with devices="
+            )
 
 
 def move_model(model: nn.Module, device: torch.device) -> None:

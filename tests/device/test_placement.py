@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
 
 import fxchimera
+from fxchimera.runtime.moving import move_model
 from tests.device.models import Blocks, Tied, batch
 from tests.device.twin import DEVICES
-from tests.parity import gradients_of
+from tests.local.wrapped import step, wrap
+from tests.models import bert, gpt2, masked_rotary, mlp, nn_transformer, resnet, skip, tied, vit
+from tests.parity import Outcome, assert_close, gradients_of
 
+MODELS = (mlp, gpt2, bert, vit, nn_transformer, resnet, skip, masked_rotary, tied)
 TURN = [DEVICES[rank % 2] for rank in range(4)]
 
 
@@ -164,3 +169,88 @@ def test_refused(devices, message):
     x, _ = batch()
     with pytest.raises(fxchimera.FxChimeraError, match=message):
         fxchimera.pipeline(Blocks(), example_args=(x,), num_stages=4, n_microbatches=4, schedule="1f1b", devices=devices)
+
+
+def test_a_model_elsewhere_than_the_ranks_is_refused():
+    x, _ = batch()
+    model = Blocks(2)
+    move_model(model, torch.device(DEVICES[0]))
+    with pytest.raises(fxchimera.FxChimeraError, match=r"'blocks\.0\.up\.weight' is on twin:0, but ranks compute on the CPU"):
+        fxchimera.pipeline(model, example_args=(x,), num_stages=2, n_microbatches=4, schedule="1f1b", devices="cpu")
+
+
+@pytest.mark.parametrize("kind", ["module", pytest.param("partial", marks=pytest.mark.matrix)])
+def test_the_weights_of_classes_in_a_loss(kind):
+    x, _ = batch()
+    y = torch.arange(16) % 3
+    weight = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
+    loss_fn = nn.CrossEntropyLoss(weight) if kind == "module" else functools.partial(nn.functional.cross_entropy, weight=weight)
+    pipe, plain = pair(Blocks(), "chimera", TURN, loss_fn=loss_fn)
+    with pipe, plain:
+        for _ in range(2):
+            torch.testing.assert_close(pipe.step(x, target=y), plain.step(x, target=y), rtol=1e-11, atol=0)
+            assert_alike(pipe._model, plain._model)
+            weight.mul_(1.5)
+
+
+def test_a_loss_that_writes_what_would_be_lost_is_refused():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, output, target):
+            self.calls += 1
+            return nn.functional.mse_loss(output, target)
+
+    x, y = batch()
+    pipe, plain = pair(Blocks(2), "1f1b", TURN[:2], loss_fn=Counting(), num_stages=2)
+    with plain, pipe, pytest.raises(fxchimera.FxChimeraError, match="Counting writes into a tensor of its own"):
+        pipe.step(x, target=y)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputation(recompute):
+    x, y = batch()
+    model = Blocks()
+    pipe, plain = pair(model, "zbv", TURN, recompute=recompute)
+    with pipe, plain:
+        for _ in range(2):
+            torch.testing.assert_close(pipe.step(x, target=y), plain.step(x, target=y), rtol=1e-11, atol=0)
+            assert_alike(model, plain._model)
+
+
+@pytest.mark.matrix
+def test_a_checkpoint_of_the_cpu_goes_on_on_devices(tmp_path):
+    x, y = batch()
+    pipe, plain = pair(Blocks(), "chimera", TURN)
+    with pipe, plain:
+        ours, theirs = (torch.optim.AdamW(one.parameters()) for one in (pipe, plain))
+        for one, optimizer in ((pipe, ours), (plain, theirs)):
+            one.step(x, target=y)
+            optimizer.step()
+            optimizer.zero_grad()
+        plain.save(tmp_path, optimizer=theirs)
+        pipe.load(tmp_path, optimizer=ours)
+        torch.testing.assert_close(pipe.step(x, target=y), plain.step(x, target=y), rtol=1e-11, atol=0)
+        assert_alike(pipe._model, plain._model)
+        ours.step()
+        pipe.save(tmp_path, optimizer=ours)
+
+
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("schedule", ["chimera", "zbv"])
+@pytest.mark.matrix
+def test_models_under_vector_clocks(make, schedule):
+    found = []
+    torch.ops.twin.check(True)
+    for devices in (TURN, "cpu"):
+        example = make(batch=8, dropout=0.1, dtype=torch.float64)
+        with wrap(example, 4, 4, schedule, devices=devices) as pipe:
+            step(pipe, example)
+            found.append(step(pipe, example))
+    assert not torch.ops.twin.faults()
+    torch.ops.twin.check(False)
+    there = {name: None if gradient is None else gradient.cpu() for name, gradient in found[0].gradients.items()}
+    assert_close(Outcome(found[0].loss, there), found[1], 1e-9)

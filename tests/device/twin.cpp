@@ -234,7 +234,9 @@ void check_devices(const c10::OperatorHandle& operation, const torch::jit::Stack
 
 at::Tensor to_twin(const at::Tensor& tensor, c10::DeviceIndex index, const std::string& what) {
   if (!tensor.defined() || !tensor.is_cpu()) return tensor;
-  auto moved = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(c10::Device(kTwin, index)));
+  const auto options = tensor.options().device(c10::Device(kTwin, index));
+  const bool dense = tensor.is_non_overlapping_and_dense();
+  auto moved = dense ? at::empty_strided(tensor.sizes(), tensor.strides(), options) : at::empty(tensor.sizes(), options);
   touch(moved, true, what);
   host(moved).copy_(tensor);
   return moved;
@@ -308,6 +310,29 @@ void fall_back(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
   }
 }
 
+at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                       c10::SymIntArrayRef stride, c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed,
+                       c10::SymIntArrayRef output_padding, c10::SymInt groups) {
+  const bool biased = bias && bias->defined();
+  for (const auto& tensor : {input, weight, biased ? *bias : input}) touch(tensor, false, "convolution");
+  auto result = at::convolution_symint(host(input), host(weight), biased ? std::optional(host(*bias)) : std::nullopt, stride, padding,
+                                       dilation, transposed, output_padding, groups);
+  return to_twin(result, input.device().index(), "convolution");
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight, c10::SymIntArrayRef stride,
+    c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding, c10::SymInt groups,
+    std::array<bool, 3> mask) {
+  for (const auto& tensor : {gradient, input, weight}) touch(tensor, false, "convolution_backward");
+  const c10::SymInt channels = weight.sym_size(transposed ? 1 : 0) * (transposed ? groups : c10::SymInt(1));
+  auto [one, two, three] = at::convolution_backward_symint(host(gradient), host(input), host(weight), c10::SymIntArrayRef(&channels, 1),
+                                                           stride, padding, dilation, transposed, output_padding, groups, mask);
+  const auto index = input.device().index();
+  const std::string what = "convolution_backward";
+  return {to_twin(one, index, what), to_twin(two, index, what), to_twin(three, index, what)};
+}
+
 }  // namespace
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
@@ -325,6 +350,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("resize_", resize);
   library.impl("set_.source_Storage_storage_offset", set_storage);
   library.impl("record_stream", record_stream);
+  library.impl("convolution_overrideable", convolution);
+  library.impl("convolution_backward_overrideable", convolution_backward);
 }
 
 void check(bool on) { watch.check(on); }
