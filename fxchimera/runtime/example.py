@@ -22,7 +22,7 @@ def common_example(batch: Batch, world: World) -> Batch:
     if world.grid.width == 1:
         return batch
     first, *others = batch.microbatches
-    tensors = world.spread([tensor.detach().cpu() for tensor in first.inputs], "pipeline()")
+    tensors = world.spread([tensor.detach() if tensor.is_meta else tensor.detach().cpu() for tensor in first.inputs], "pipeline()")
     kinds = [[(tensor.dtype, tensor.dim()) for tensor in side] for side in (first.inputs, tensors)]
     if kinds[0] != kinds[1]:
         raise BatchError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass
+from typing import get_args
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,6 +40,8 @@ class Layout:
         Raises:
             FxChimeraError: The mesh has no such dimension, or one of another size, or comes with what it decides itself.
         """
+        if placement not in get_args(RankPlacement):
+            raise FxChimeraError(f"rank_placement={placement!r}, but it can be {' or '.join(map(repr, get_args(RankPlacement)))}")
         if device_mesh is None:
             return cls(num_ranks=num_ranks, data_parallel=data_parallel, placement=placement)
         if data_parallel is not None or placement != "compact":

@@ -35,14 +35,12 @@ def rank_table(
         placement: Which rule.
 
     Raises:
-        FxChimeraError: The mirrors cannot be kept apart so, or there is no such rule.
+        FxChimeraError: The mirrors cannot be kept apart so.
     """
     places = {node: place for place, node in reversed(list(enumerate(nodes)))}  # where each node comes first
     order = sorted(range(width * depth), key=lambda process: places[nodes[process]])
     if placement == "compact":
         return tuple(tuple(order[w * depth : (w + 1) * depth]) for w in range(width))
-    if placement != "mirrors_apart":
-        raise FxChimeraError(f"rank_placement={placement!r}, but it can be 'compact' or 'mirrors_apart'")
     first, second = depth - depth // 2, depth // 2
     middle = width * first
     table = []

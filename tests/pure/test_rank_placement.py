@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from fxchimera import FxChimeraError
+from fxchimera.runtime.layout import Layout
 from fxchimera.runtime.rankplacement import rank_table
 
 Nodes = Sequence[int]
@@ -96,4 +97,4 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(FxChimeraError, match=r"ranks 0 and 3 of pipeline 0 \(processes 0 and 3\) would both be on node 0"):
         rank_table(1, 4, [0, 0, 0, 0], "mirrors_apart")
     with pytest.raises(FxChimeraError, match="'compact' or 'mirrors_apart'"):
-        rank_table(1, 4, [0, 0, 0, 0], "scattered")
+        Layout.of(4, None, "scattered")  # type: ignore[arg-type]
