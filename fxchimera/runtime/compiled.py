@@ -51,6 +51,11 @@ class Compiler:
         """Make the compiled stage of ``graph`` on ``root``'s modules; None where a stage has to run operation by operation."""
         found = compilable(graph)
         if found is None:
+            warnings.warn(
+                f"stage {graph.stage.index} runs uncompiled: it checks what the recording assumed of values that depend on "
+                "parameters, or seeds Python's random numbers; move that code into a submodule",
+                stacklevel=2,
+            )
             return None
         key = RandomKey(f"<stage {graph.stage.index}>", 0, 0) if found.random else None
         return CompiledStage(torch.compile(found.graph.bind(root, device=device), **self.options), key)

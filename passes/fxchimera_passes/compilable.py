@@ -6,8 +6,11 @@ dispatch mode) are taken out, and a stage that checks assumed answers, or seeds 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import fx
 
 from fxchimera_passes.assumed import Check
@@ -34,20 +37,22 @@ def compilable(graph: StageGraph) -> Compilable | None:
         return None
     if any(isinstance(value, Check) for value in graph.constants.values()):
         return None
-    bare = {name: replace(scope, random=()) for name, scope in scopes.items()}
-    return Compilable(replace(graph, graph=_without_scopes(graph.graph, bare), constants={**graph.constants, **bare}), bool(keys))
+    return Compilable(replace(graph, graph=_traceable(graph.graph, scopes)), bool(keys))
 
 
-def _without_scopes(graph: fx.Graph, scopes: dict[str, Scope]) -> fx.Graph:
-    """Copy a graph, and call directly what needs no surroundings of its own."""
+def _traceable(graph: fx.Graph, scopes: dict[str, Scope]) -> fx.Graph:
+    """Copy a graph, its calls in surroundings of their own written so that a compiler can follow them, without keys."""
     made = fx.Graph()
     made.output(made.graph_copy(graph, {}))
     for node in list(made.nodes):
-        if node.target is not call_in_scope or scopes[str(node.args[0].target)] != Scope():
+        if node.target is not call_in_scope:
             continue
         setting, function, *args = node.args
+        scope = scopes[str(setting.target)]
         with made.inserting_before(node):
-            direct = made.create_node("call_function", _call, (function, *args), node.kwargs)
+            plain = scope.grad is None and scope.autocast is None
+            target, given = (_call, (function, *args)) if plain else (_call_in, (function, scope.grad, scope.autocast, *args))
+            direct = made.create_node("call_function", target, given, node.kwargs)
         direct.meta = dict(node.meta)
         node.replace_all_uses_with(direct)
         made.erase_node(node)
@@ -56,5 +61,18 @@ def _without_scopes(graph: fx.Graph, scopes: dict[str, Scope]) -> fx.Graph:
     return made
 
 
-def _call(function: object, *args: object, **kwargs: object) -> object:
-    return function(*args, **kwargs)  # type: ignore[operator]
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _call_in(
+    function: Callable[..., Any], grad: bool | None, autocast: tuple[str, torch.dtype, bool] | None, *args: Any, **kwargs: Any
+) -> Any:
+    """Call under a grad mode, or in an autocast region, or both."""
+    if grad is not None:
+        with torch.set_grad_enabled(grad):
+            return function(*args, **kwargs) if autocast is None else _call_in(function, None, autocast, *args, **kwargs)
+    assert autocast is not None
+    device, dtype, enabled = autocast
+    with torch.autocast(device, dtype=dtype, enabled=enabled):
+        return function(*args, **kwargs)

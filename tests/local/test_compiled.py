@@ -132,6 +132,51 @@ def test_evaluation_and_autocast() -> None:
     assert_close(mixed, Outcome(plain.detach(), gradients_of(witness.model)), 5e-2, 1e-2)
 
 
+class Scoped(nn.Module):
+    """Surroundings of its own around some calls, in a forward that is recorded call by call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            with torch.no_grad():
+                gate = torch.sigmoid(x)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = layer(x)
+            x = y.float() * gate
+        return x
+
+
+def test_surroundings_do_not_break_the_graph() -> None:
+    ours, witness = small(Scoped), small(Scoped)
+    expected = plain_loop(witness, witness.model, 2)
+    with wrap(ours, 2, 2, "chimera", compile={**QUICK, "fullgraph": True}) as pipe:
+        assert_close(step(pipe, ours), expected, TOLERANCE[torch.float32])
+
+
+class Choosing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = layer(x)
+            x = torch.tanh(y) if y.mean() > 0 else torch.relu(y) + 0.1 * y
+        return x
+
+
+def test_stages_that_check_assumed_answers_stay_as_they_are() -> None:
+    ours, witness = small(Choosing), small(Choosing)
+    expected = plain_loop(witness, witness.model, 2)
+    with pytest.warns(UserWarning, match="stage 0 runs uncompiled"):
+        pipe = wrap(ours, 2, 2, "chimera", compile=QUICK)
+    with pipe:
+        assert_close(step(pipe, ours), expected, TOLERANCE[torch.float32])
+
+
 def test_the_search_knows_that_nothing_can_be_split() -> None:
     x, _ = data(16)
     kinds = []
