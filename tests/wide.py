@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import fxchimera
 from tests.local.wrapped import wrap
@@ -259,6 +262,16 @@ def refused(kind: str) -> Caught:
             return caught(lambda: step(pipe, sparse))
         finally:
             pipe.close()
+    if kind == "sharded":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))[
+            "dp"
+        ]  # by the caller, who does not say which dimension is the pipeline
+        try:
+            return caught(
+                lambda: wrap(example, 2, 4, "1f1b", parallelize=lambda module, **_: fully_shard(module, mesh=mesh) and None)
+            )
+        finally:
+            dist.destroy_process_group()
     return caught(lambda: wrap(example._replace(model=Counting(example.model)), 2, 4, "1f1b"))
 
 

@@ -109,7 +109,8 @@ class Engine:
             ways = world.counterparts, self.lanes.of(rank)
             self.executors.append(Executor(rank, self.placement, replicas, exchange, transport, world.failure, *ways))
         self.owned = {name: p for executor in self.executors for name, p in executor.exchange.owned.items()}
-        self._take_values()
+        if world.counterparts is not None:
+            world.counterparts.take_values([*self.owned.values(), *model.buffers()])
         buffers = dict(model.named_buffers(remove_duplicate=False))
         read = dict.fromkeys(name for graph in program.graphs for name in graph.attributes if name in buffers)
         if not local:
@@ -196,13 +197,6 @@ class Engine:
     def _norms_learn(self) -> bool:
         norms = [module for module in self._model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
         return any(norm.training for norm in norms)
-
-    def _take_values(self) -> None:
-        """Collective among the owners of the same stages: those of pipeline 0 give the others their parameters and buffers."""
-        width = self.world.counterparts
-        if width is not None:
-            tensors = [tensor for tensor in (*self.owned.values(), *self._model.buffers()) if not tensor.is_meta]
-            width.spread_tensors([tensor.detach() for tensor in tensors], "the exchange of parameters and buffers")
 
     def remember(self) -> None:
         """Before a job that may have to be run again; see :meth:`retract`."""

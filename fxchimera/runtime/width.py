@@ -6,7 +6,7 @@ tell each other, rarely, what else belongs to all pipelines: weights at the star
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from fxchimera.runtime.caller import Answer, Caller
 from fxchimera.runtime.circle import Circle
 from fxchimera.runtime.failure import Failure
 from fxchimera.runtime.groups import Group
+from fxchimera.runtime.sharded import is_sharded
 from fxchimera.runtime.sharedfailure import resolve_cause
 
 __all__ = ["Width"]
@@ -69,15 +70,25 @@ class Width:
         """Return the object of the counterpart in pipeline 0."""
         return self._call(partial(self._members().spread, value), what)
 
-    def spread_tensors(self, tensors: list[torch.Tensor], what: str) -> None:
-        """Overwrite tensors by those of the counterpart in pipeline 0."""
+    def take_values(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite parameters and buffers by those of the counterpart in pipeline 0; not those on the meta device.
+
+        Raises:
+            FxChimeraError: One is sharded.
+        """
+        if any(map(is_sharded, tensors)):
+            raise FxChimeraError(
+                f"parallelize has sharded a stage, but these processes are {self.size} pipelines, whose gradients are summed here; "
+                "pass device_mesh=, of which one dimension is the pipeline and the others are your own"
+            )
         members = self._members()
 
         def call() -> None:
             for tensor in tensors:
-                members.spread_tensor(tensor)
+                if not tensor.is_meta:
+                    members.spread_tensor(tensor)
 
-        self._call(call, what)
+        self._call(call, "the exchange of parameters and buffers")
 
     def close(self) -> None:
         """End the thread and close the connections; may be called more than once."""

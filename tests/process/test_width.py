@@ -32,6 +32,10 @@ MORE = [  # the pool has eight processes
 ]
 
 
+def slow(*values: str) -> Any:
+    return pytest.param(*values, marks=pytest.mark.matrix)
+
+
 @pytest.fixture(scope="module")
 def eight() -> Iterator[Pool]:
     pool = Pool(8)
@@ -92,7 +96,7 @@ def test_four_pipelines_of_one_rank(processes: Pool) -> None:
     assert_trained_as_plain(answers, "resnet", rows, 2, 1)
 
 
-@pytest.mark.parametrize(("name", "schedule"), [("resnet", "chimera"), pytest.param("tied", "1f1b", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(("name", "schedule"), [("resnet", "chimera"), slow("tied", "1f1b")])
 def test_no_sync_leaves_the_sum_to_the_last_step(processes: Pool, name: str, schedule: str) -> None:
     rows = (7, 5)
     answers = processes.run(4, partial(wide.train, name, rows, 2, 2, schedule, steps=2, skipped=2))
@@ -165,10 +169,10 @@ def test_the_other_calls(processes: Pool) -> None:
     ("kind", "said"),
     [
         ("batch", "the ranks of a pipeline must pass the same batch, but passed rank 2"),
-        ("values", "the values on ranks [3] differ from those on rank 2"),
+        slow("values", "the values on ranks [3] differ from those on rank 2"),
         ("rows", "2 rows cannot be divided into n_microbatches=4"),
         ("loss_scale", "all pipelines must make a call in the same mode and with the same loss_scale"),
-        ("call", "the ranks make different calls: rank 0 step, rank 1 step, rank 2 evaluate, rank 3 evaluate"),
+        slow("call", "the ranks make different calls: rank 0 step, rank 1 step, rank 2 evaluate, rank 3 evaluate"),
     ],
 )
 def test_a_mistake_in_one_pipeline_is_an_error_on_every_rank(processes: Pool, kind: str, said: str) -> None:
@@ -186,7 +190,7 @@ def test_a_failure_names_the_pipeline(processes: Pool) -> None:
     assert text.startswith("rank 3 failed: pipeline 1, its rank 1, stage 1 (down), micro-batch 0, action 1F0: ValueError: planted")
 
 
-@pytest.mark.parametrize("schedule", ["chimera", pytest.param("1f1b", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("schedule", ["chimera", slow("1f1b")])
 def test_a_killed_rank_is_named_in_every_pipeline(processes: Pool, schedule: str) -> None:
     answers = processes.survivors(4, 3, failing.meet, Fault("kill", 3, 2), 2, schedule)
     assert len(answers) == 3
@@ -209,6 +213,7 @@ def test_a_loss_that_is_not_finite_is_named_with_its_pipeline(processes: Pool) -
     [
         ("width", "needs 6 ranks (num_stages=2, data_parallel=3), but torch.distributed has a world of 4"),
         ("sparse", "'0.weight' has layout torch.sparse_coo, which cannot be summed over pipelines"),
+        slow("sharded", "parallelize has sharded a stage, but these processes are 2 pipelines"),
         ("buffer", "buffer 'mean' is written in forward outside batch norm, which data_parallel=2 with its copies of each stage"),
     ],
 )

@@ -60,7 +60,11 @@ def train(make: Any, stages: int, *, sharded: bool) -> dict[str, Any]:
     return {"owned": owned, "kept": kept, "whole": len(whole["state"])}
 
 
-@pytest.mark.parametrize(("make", "stages"), [(deep, 2), pytest.param(bare, 2, marks=pytest.mark.matrix), (deep, 1)])
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.matrix)
+
+
+@pytest.mark.parametrize(("make", "stages"), [(deep, 2), slow(bare, 2), slow(deep, 1)])
 def test_sharded_optimizer_state_trains_bit_for_bit_as_the_whole(processes: Pool, make: Any, stages: int) -> None:
     plain = processes.run(4, partial(train, make, stages, sharded=False))
     sharded = processes.run(4, partial(train, make, stages, sharded=True))
