@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fxchimera.errors import FxChimeraError
 from fxchimera.runtime.operators import Operands, OperatorMode, deferrable
-from fxchimera_passes._torch import run_backward
+from fxchimera_passes._torch import apply_function, run_backward
 
 __all__ = ["Deferral"]
 
@@ -100,7 +100,7 @@ class Deferral(OperatorMode):
         work = _Work(self, func(*args, **kwargs), leaves, found.parameters)
         self._used.update((id(parameter), parameter) for parameter in found.parameters)
         phony = None if inputs else torch.empty(0, requires_grad=True, device="cpu")
-        output: Tensor = _Deferred.apply(work, phony, *inputs)  # type: ignore[no-untyped-call]
+        output: Tensor = apply_function(_Deferred, work, phony, *inputs)
         return output
 
 

@@ -20,12 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from fxchimera.errors import PipelineError
 from fxchimera.runtime.failure import NAP_SECONDS, Cause, Failure
 from fxchimera.runtime.message import Key, Parcel, Payload
-from fxchimera.runtime.receivepool import ReceivePool
+from fxchimera.runtime.receivepool import Buffer, ReceivePool
 from fxchimera.runtime.sharedfailure import SharedFailure, resolve_cause
 from fxchimera.runtime.transport import Channel, Expected
 from fxchimera.runtime.wires import open_wires, read, write
@@ -154,7 +152,7 @@ class _Incoming(_End):
         super().__init__(channel, wire, failure, peer)
         self.pool = ReceivePool(room + 1 if channel[2] not in _RARE else 0)
         self._due: deque[tuple[Expected, bool]] = deque()  # and whether the helper reads it
-        self._arrived: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
 
     def post(self, messages: Sequence[Expected]) -> None:
         """Announce messages; all are left to the helper if one of them is large, as only one thread may read at a time."""
@@ -179,10 +177,12 @@ class _Incoming(_End):
             PipelineError: It is not ``key``, did not come in time, or another rank failed.
         """
         expected, ahead = self._due.popleft()
-        if expected.key != key:
+        if expected.key is not key and expected.key != key:
             raise PipelineError(f"{what}: expected {key}, but {expected.key} was announced in its place")
         buffer = self._failure.wait(self._arrived, what) if ahead else self._read_now(expected, what)
-        return expected.form.unpack(key, buffer)
+        payload = expected.form.unpack(key, buffer.memory, buffer.bytes)
+        buffer.taken = False
+        return payload
 
     def serve(self, task: Any) -> None:
         """Read one message ahead."""
@@ -194,15 +194,15 @@ class _Incoming(_End):
         if self._ending:
             raise _EndedError
 
-    def _read_now(self, expected: Expected, what: object) -> torch.Tensor:
+    def _read_now(self, expected: Expected, what: object) -> Buffer:
         try:
             return self._read(expected, self._failure.patience(what))
         except OSError as error:
             raise self.broken(error).error() from error
 
-    def _read(self, expected: Expected, between: Callable[[], None]) -> torch.Tensor:
+    def _read(self, expected: Expected, between: Callable[[], None]) -> Buffer:
         buffer = self.pool.take(expected.form.bytes)
-        read(self.wire, buffer.numpy().data, between)
+        read(self.wire, buffer.bytes, between)
         return buffer
 
 

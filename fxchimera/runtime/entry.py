@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from fxchimera_passes._torch import apply_function
+
 __all__ = ["Entry"]
 
 
@@ -28,7 +30,7 @@ class Entry:
         self._values = []  # the graph keeps what it needs
         if self._differentiable and torch.is_grad_enabled():
             phony = torch.empty(0, requires_grad=True, device="cpu")
-            entered = _EnterStage.apply(phony, self, *(values[i] for i in self._differentiable))  # type: ignore[no-untyped-call]
+            entered = apply_function(_EnterStage, phony, self, *(values[i] for i in self._differentiable))
             for i, tensor in zip(self._differentiable, entered, strict=True):
                 values[i] = tensor
         return values

@@ -90,7 +90,7 @@ class Feed:
             inputs = {position: self._copy(microbatch.inputs[position]) for position in order.positions}
             target = None
             if order.target:
-                target = flatten(microbatch.target)[1].rebuild([self._copy(tensor) for tensor in microbatch.targets])
+                target = microbatch.target_structure.rebuild([self._copy(tensor) for tensor in microbatch.targets])
             self._coming.append((order.microbatch, Fed(inputs, target), lane.accelerator.event(lane.inputs)))
         finally:
             lane.accelerator.use(lane.compute)
@@ -128,11 +128,8 @@ def all_on(device: torch.device | None, model: nn.Module, one: MicroBatch) -> Mi
 
 
 def _microbatch_on(one: MicroBatch, device: torch.device) -> MicroBatch:
-    inputs = tuple(moved(tensor, device) for tensor in one.inputs)
-    args, kwargs = one.structure.rebuild(inputs)
-    targets = tuple(moved(tensor, device) for tensor in one.targets)
-    target = flatten(one.target)[1].rebuild(targets)
-    return replace(one, args=args, kwargs=kwargs, inputs=inputs, target=target, targets=targets)
+    inputs, targets = (tuple(moved(tensor, device) for tensor in tensors) for tensors in (one.inputs, one.targets))
+    return replace(one, inputs=inputs, targets=targets)
 
 
 def _order(cue: Cue, targets: bool) -> _Order:

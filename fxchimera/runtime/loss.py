@@ -221,8 +221,8 @@ def _count(microbatch: MicroBatch, loss_weight: LossWeight) -> float:
 
 def _labels(microbatch: MicroBatch) -> list[torch.Tensor]:
     """The targets, or the model's own ``labels=``, where they are class indices."""
-    source = microbatch.target if microbatch.target is not None else microbatch.kwargs.get("labels")
-    return [tensor for tensor in flatten(source)[0] if not tensor.is_floating_point() and tensor.dtype != torch.bool]
+    tensors = microbatch.targets if microbatch.targets else flatten(microbatch.kwargs.get("labels"))[0]
+    return [tensor for tensor in tensors if not tensor.is_floating_point() and tensor.dtype != torch.bool]
 
 
 def _real_targets(microbatch: MicroBatch, ignore_index: int) -> float:

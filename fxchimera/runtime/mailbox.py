@@ -34,7 +34,7 @@ class Mailbox:
             PipelineError: It did not come in time, or another rank failed.
         """
         coming = self._coming[channel]
-        if coming and coming[0] == key:
+        if coming and (coming[0] is key or coming[0] == key):
             return self._transport.receive(channel, coming.popleft(), what)
         while (channel, key) not in self._here:
             first = coming.popleft()

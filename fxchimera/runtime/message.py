@@ -76,20 +76,20 @@ class Form:
             offset += _aligned(meta.bytes)
         self.bytes = offset
 
-    def unpack(self, key: Key, buffer: torch.Tensor) -> Payload:
-        """Return the tensors of a received buffer; they share its memory, but no version counter.
+    def unpack(self, key: Key, buffer: torch.Tensor, words: memoryview) -> Payload:
+        """Return the tensors of a received buffer, given as ``words`` too; they share its memory, but no version counter.
 
         Raises:
             PipelineError: The buffer holds another message than the one expected.
         """
-        header = self.header.unpack_from(buffer.numpy().data)
+        header = self.header.unpack_from(words)
         if header[0] != key.word:
             raise PipelineError(f"expected {key}, but a message with the identity {header[0]:#x} arrived in its place")
         storage = buffer.untyped_storage()
         payload: Payload = []
         for meta, word, end, place in self.places:
             if header[word]:
-                empty = torch.empty(0, dtype=meta.dtype, device=buffer.device)
+                empty = torch.empty(0, dtype=meta.dtype, device="cpu")
                 payload.append(empty.set_(storage, place, meta.shape, header[word + 1 : end]))
             else:
                 payload.append(None)
@@ -124,7 +124,7 @@ class Parcel:
             if not tensor.is_contiguous():
                 stride = torch.empty_like(tensor, device="meta").stride()
                 plain = self._view(meta, place, stride)
-            plain.copy_(tensor.detach())
+            plain.copy_(tensor.detach() if tensor.requires_grad else tensor)
             header += [1, *stride]
         self._form.header.pack_into(self.bytes, 0, *header)
 
@@ -144,7 +144,7 @@ def pack(key: Key, payload: Payload, metas: Sequence[TensorMeta]) -> torch.Tenso
 
 def unpack(key: Key, buffer: torch.Tensor, metas: Sequence[TensorMeta]) -> Payload:
     """Return the tensors of a received buffer; see :meth:`Form.unpack`."""
-    return Form(metas).unpack(key, buffer)
+    return Form(metas).unpack(key, buffer, buffer.numpy().data)
 
 
 def _aligned(count: int) -> int:
@@ -152,7 +152,7 @@ def _aligned(count: int) -> int:
 
 
 def _match(key: Key, tensor: torch.Tensor, meta: TensorMeta) -> None:
-    if tuple(tensor.shape) != meta.shape or tensor.dtype != meta.dtype:
+    if tensor.shape != meta.shape or tensor.dtype != meta.dtype:
         raise PipelineError(
             f"{key}: the stage produced a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}, but the recording of this "
             f"signature has {meta.shape} and {meta.dtype}; the model's shapes depend on its values, which a pipeline cannot carry"

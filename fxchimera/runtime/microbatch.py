@@ -7,6 +7,7 @@ given to every micro-batch.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,9 +48,9 @@ class ChunkSpecs:
     target: Dimension = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, for what is made when it is first asked for
 class MicroBatch:
-    """One micro-batch: its ``args``/``kwargs``/``target``, their tensors in order, and its number of rows.
+    """One micro-batch: the tensors of its ``(args, kwargs)`` and of its target, in order, and its number of rows.
 
     ``index`` is its place in the batch; ``number`` that among the micro-batches of all pipelines, which keys its randomness.
     ``arguments`` is what of ``(args, kwargs)`` is no tensor, to be compared; ``form`` the shapes and dtypes of all tensors.
@@ -58,14 +59,32 @@ class MicroBatch:
     index: int
     number: int
     rows: int
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    target: Any
     inputs: tuple[torch.Tensor, ...]
     targets: tuple[torch.Tensor, ...]
     structure: Structure
+    target_structure: Structure
     arguments: Hashable
     form: tuple[Any, ...]
+
+    @functools.cached_property
+    def _call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = self.structure.rebuild(self.inputs)
+        return args, kwargs
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The positional arguments."""
+        return self._call[0]
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The keyword arguments."""
+        return self._call[1]
+
+    @functools.cached_property
+    def target(self) -> Any:
+        """The target."""
+        return self.target_structure.rebuild(self.targets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,23 +127,21 @@ def divide(
     rows = _rows([*leaves, *target_leaves], n_microbatches)
     pieces = [_pieces(leaf, n_microbatches) for leaf in leaves]
     target_pieces = [_pieces(leaf, n_microbatches) for leaf in target_leaves]
+    kinds = [(str(tensor.dtype), tensor.requires_grad) for tensor in (*tensors, *targets)]
     arguments, microbatches = frozen(structure.spec), []
     for index in range(n_microbatches):
         inputs, own_targets = tuple(piece[index] for piece in pieces), tuple(piece[index] for piece in target_pieces)
-        chunk_args, chunk_kwargs = structure.rebuild(inputs)
         microbatches.append(
             MicroBatch(
                 index=index,
                 number=pipeline * n_microbatches + index,
                 rows=rows // n_microbatches + (index < rows % n_microbatches),
-                args=chunk_args,
-                kwargs=chunk_kwargs,
-                target=target_structure.rebuild(own_targets),
                 inputs=inputs,
                 targets=own_targets,
                 structure=structure,
+                target_structure=target_structure,
                 arguments=arguments,
-                form=tuple((tuple(t.shape), str(t.dtype), t.requires_grad) for t in (*inputs, *own_targets)),
+                form=tuple((tensor.shape, *kind) for tensor, kind in zip((*inputs, *own_targets), kinds, strict=True)),
             )
         )
     return Batch(tuple(microbatches), rows, (*tensors, *targets))

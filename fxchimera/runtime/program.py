@@ -157,14 +157,21 @@ class Programs:
         self.present = self._settings.look()
         self._chosen, found = {}, list[Program]()
         keys: dict[Hashable, _Key] = {}
+        unconditional: dict[_Key, Program] = {}  # the only recordings of their keys, and fit any values
         for microbatch in batch.microbatches:
+            path = (paths or {}).get(microbatch.index)
             key = keys.get(microbatch.form)  # most often one for all
             if key is None:
                 key = self._key(microbatch, self.present)
                 key = keys[microbatch.form] = self._keys.setdefault(key, key)
-            with microbatch_randomness(seed, step, microbatch.number):
-                found.append(self._find(microbatch, key, accept, (paths or {}).get(microbatch.index)))
-            self._chosen[key, microbatch.index] = found[-1]
+            program = unconditional.get(key) if path is None else None
+            if program is None:
+                with microbatch_randomness(seed, step, microbatch.number):
+                    program = self._find(microbatch, key, accept, path)
+                if len(self._cache[key]) == 1 and not program.captured.guards and not program.captured.assumed:
+                    unconditional[key] = program
+            found.append(program)
+            self._chosen[key, microbatch.index] = program
         return tuple(found)
 
     def succeeded(self) -> None:

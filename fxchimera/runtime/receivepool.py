@@ -1,68 +1,75 @@
 """Buffers for received messages, used again when nothing looks at them any more.
 
-    take -> gloo fills it -> tensors of the message look at it -> autograd keeps some until the backward -> free
+    take -> the message is read into it -> tensors of the message look at it -> autograd keeps some until the backward -> free
 
-When that is, nobody says: a stage may keep a received value for its backward, or pass it on.  So a buffer is lent as a tensor over
-a numpy view, which torch lets go of when the last tensor that looks at that memory is gone; the view's end brings the buffer back.
+When that is, nobody says: a stage may keep a received value for its backward, or pass it on.  So a buffer is free when its memory
+has no other user than the pool.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 
 import numpy as np
 import torch
 
-__all__ = ["ReceivePool"]
+from fxchimera_passes._torch import memory_is_shared
+
+__all__ = ["Buffer", "ReceivePool"]
 
 _ALIGN = 64  # bytes; as in the message's own layout
 
 
+class Buffer:
+    """Memory for one message, and the same as sockets want it; ``taken`` until the tensors that look at it are made."""
+
+    __slots__ = ("bytes", "memory", "taken")
+
+    def __init__(self, size: int) -> None:
+        room = np.empty(size + _ALIGN, dtype=np.uint8)
+        start = -room.ctypes.data % _ALIGN
+        self.bytes = room[start : start + size].data
+        self.memory = torch.from_numpy(room[start : start + size])  # a tensor's own ``numpy()`` would count as a user of its memory
+        self.taken = True
+
+    @property
+    def free(self) -> bool:
+        """Whether nothing looks at it."""
+        return not self.taken and not memory_is_shared(self.memory)
+
+
 class ReceivePool:
-    """Lends byte buffers; ``made`` counts those that had to be made.
+    """Lends buffers; ``made`` counts those that had to be made.
 
     Args:
-        most: How many free ones to keep; with at least as many as are ever lent at once, equal steps make none after the first.
+        most: How many to keep; with at least as many as are ever lent at once, equal steps make none after the first.
     """
 
     def __init__(self, most: int) -> None:
         self.made = 0
-        self._free: deque[np.ndarray] = deque(maxlen=most)  # on overflow the one that has been free longest is dropped
-        self._lent: dict[int, tuple[weakref.ref[np.ndarray], np.ndarray]] = {}
+        self._most = most
+        self._kept: deque[Buffer] = deque()
 
-    def take(self, size: int) -> torch.Tensor:
-        """Return a buffer of ``size`` bytes with any content, for as long as a tensor looks at its memory."""
-        memory = self._found(size)
-        if memory is None:
-            memory = self._make(size)
-        view = memory[:]
-        key = id(view)
-
-        def back(_: object) -> None:
-            self._free.append(self._lent.pop(key)[1])
-
-        self._lent[key] = weakref.ref(view, back), memory
-        return torch.from_numpy(view)
+    def take(self, size: int) -> Buffer:
+        """Return a buffer of ``size`` bytes with any content, which is the caller's until it is no longer ``taken``."""
+        kept = self._kept
+        for _ in range(len(kept)):
+            buffer = kept[0]
+            kept.rotate(-1)  # the one that was lent first is most likely to be free
+            if len(buffer.bytes) == size and buffer.free:
+                buffer.taken = True
+                return buffer
+        self.made += 1
+        made = Buffer(size)
+        if len(kept) == self._most:  # messages have another size now
+            unused = next((buffer for buffer in kept if buffer.free), None)
+            if unused is not None:
+                kept.remove(unused)
+        if len(kept) < self._most:
+            kept.append(made)
+        return made
 
     @property
     def lent(self) -> int:
-        """How many buffers something looks at."""
-        return len(self._lent)
-
-    def _found(self, size: int) -> np.ndarray | None:
-        for _ in range(len(self._free)):
-            try:
-                memory = self._free.popleft()
-            except IndexError:
-                break
-            if memory.nbytes == size:
-                return memory
-            self._free.append(memory)
-        return None
-
-    def _make(self, size: int) -> np.ndarray:
-        self.made += 1
-        room = np.empty(size + _ALIGN, dtype=np.uint8)
-        start = -room.ctypes.data % _ALIGN
-        return room[start : start + size]
+        """How many of the buffers that are kept something looks at."""
+        return sum(not buffer.free for buffer in self._kept)

@@ -8,6 +8,7 @@ and plain objects by what they hold, functions, tensors and modules by identity.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import operator
 import types
@@ -79,7 +80,7 @@ def frozen(value: Any, seen: dict[int, Hashable] | None = None, depth: int = _DE
 
 
 def _picture(value: Any, seen: dict[int, Hashable], depth: int, objects: bool) -> Hashable:
-    kind = type(value)
+    kind: Any = type(value)
 
     def inner(item: Any) -> Hashable:
         return frozen(item, seen, depth, objects=objects)
@@ -95,10 +96,15 @@ def _picture(value: Any, seen: dict[int, Hashable], depth: int, objects: bool) -
     if _by_identity(value):
         return Same(value)
     if dataclasses.is_dataclass(value):
-        return kind, tuple(inner(getattr(value, field.name, None)) for field in dataclasses.fields(value))
+        return kind, tuple(inner(getattr(value, name, None)) for name in _fields_of(kind))
     if hasattr(value, "__dict__") and (objects or kind.__name__.endswith(_OPTIONS)):
         return kind, tuple((name, inner(item)) for name, item in vars(value).items())
     return Same(value)
+
+
+@functools.lru_cache(maxsize=256)
+def _fields_of(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def _by_identity(value: Any) -> bool:

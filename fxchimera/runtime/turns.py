@@ -7,15 +7,14 @@ When the order is ascending anyway, nothing waits and the engine adds to ``.grad
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from fxchimera.runtime.gradients import own_gradients
 
-__all__ = ["Turns"]
+__all__ = ["Adding", "Turns"]
 
 
 class Turns:
@@ -32,29 +31,27 @@ class Turns:
         self._waiting: dict[int, dict[int, torch.Tensor]] = {}  # by parameter and micro-batch
         self._without = dict(self._all)  # the parameters that have had no gradient yet
 
-    @contextlib.contextmanager
-    def adding(self, microbatch: int, later: Sequence[nn.Parameter] = ()) -> Iterator[dict[int, nn.Parameter]]:
+    def adding(self, microbatch: int, later: Sequence[nn.Parameter] = ()) -> Adding:
         """Run a backward of ``microbatch`` inside; ``later`` are the parameters that a second part of it will add to.
 
-        The dict yielded may be narrowed inside, to the parameters that will really be added to.
+        The dict entered may be narrowed inside, to the parameters that will really be added to.
         """
-        promised = {id(parameter): parameter for parameter in later}
+        return Adding(self, microbatch, {id(parameter): parameter for parameter in later})
+
+    def watched(self, microbatch: int, promised: Mapping[int, nn.Parameter]) -> dict[int, nn.Parameter]:
+        """The parameters whose gradients of ``microbatch`` may have to wait."""
         watched = dict(promised)
         for other, parameters in self._open.items():
             if other < microbatch:
                 watched |= parameters
         watched |= {key: self._all[key] for key, waiting in self._waiting.items() if microbatch in waiting}
-        before = {key: parameter.grad for key, parameter in watched.items()}
-        for parameter in watched.values():
-            parameter.grad = None
-        try:
-            yield promised
-        finally:
-            for key, parameter in watched.items():
-                self._hold(key, microbatch, parameter.grad)
-                parameter.grad = before[key]
+        return watched
+
+    def added(self, microbatch: int, promised: dict[int, nn.Parameter]) -> None:
+        """Go on after a backward: only ``promised`` are still to come."""
         self._open[microbatch] = promised
-        self._settle()
+        if self._waiting:
+            self._settle()
         if self._without:
             first = {key: parameter for key, parameter in self._without.items() if parameter.grad is not None}
             own_gradients(first.values())
@@ -65,7 +62,8 @@ class Turns:
         promised = self._open.get(microbatch, {})
         return frozenset(key for key in promised if microbatch in self._waiting.get(key, ()))
 
-    def _hold(self, key: int, microbatch: int, gradient: torch.Tensor | None) -> None:
+    def hold(self, key: int, microbatch: int, gradient: torch.Tensor | None) -> None:
+        """Let a gradient wait for its turn."""
         if gradient is not None:
             waiting = self._waiting.setdefault(key, {})
             waiting[microbatch] = waiting[microbatch] + gradient if microbatch in waiting else gradient
@@ -80,6 +78,29 @@ class Turns:
                 _add(self._all[key], waiting.pop(microbatch))
             if not waiting:
                 del self._waiting[key]
+
+
+class Adding:
+    """See :meth:`Turns.adding`."""
+
+    __slots__ = ("_before", "_microbatch", "_promised", "_turns", "_watched")
+
+    def __init__(self, turns: Turns, microbatch: int, promised: dict[int, nn.Parameter]) -> None:
+        self._turns, self._microbatch, self._promised = turns, microbatch, promised
+
+    def __enter__(self) -> dict[int, nn.Parameter]:
+        self._watched = self._turns.watched(self._microbatch, self._promised)
+        self._before = {key: parameter.grad for key, parameter in self._watched.items()}
+        for parameter in self._watched.values():
+            parameter.grad = None
+        return self._promised
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for key, parameter in self._watched.items():
+            self._turns.hold(key, self._microbatch, parameter.grad)
+            parameter.grad = self._before[key]
+        if kind is None:
+            self._turns.added(self._microbatch, self._promised)
 
 
 def _add(parameter: nn.Parameter, gradient: torch.Tensor) -> None:

@@ -41,6 +41,7 @@ __all__ = [
     "MemoryRef",
     "OpOverload",
     "TorchDispatchMode",
+    "apply_function",
     "call_uncompiled",
     "compile_alike",
     "compiled",
@@ -101,6 +102,11 @@ def memory_is_shared(tensor: Tensor) -> bool:
     except (NotImplementedError, RuntimeError):
         return False
     return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # ``tensor`` and ``storage``
+
+
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)``, outside of ``torch.func``'s transforms: for these the public method looks at every argument."""
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def run_backward(
