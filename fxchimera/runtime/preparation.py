@@ -15,10 +15,11 @@ from torch import nn
 from fxchimera.errors import BatchError, FxChimeraError
 from fxchimera.runtime.agreement import Call, Prepared, agree_on_batch
 from fxchimera.runtime.engine import Engine
+from fxchimera.runtime.fingerprint import describe_batch, digest, sample
 from fxchimera.runtime.job import Job
 from fxchimera.runtime.loss import LossFn, LossWeight, counts_of, scale_of, shares_of, weights_of
 from fxchimera.runtime.losscheck import check_loss, with_named_draws
-from fxchimera.runtime.microbatch import Batch, ChunkSpecs, describe_batch, digest, dimensions, divide, sample
+from fxchimera.runtime.microbatch import Batch, ChunkSpecs, dimensions, divide
 from fxchimera.runtime.program import KEPT, Program, Programs
 from fxchimera.runtime.rows import OutputRows
 from fxchimera.runtime.warmup import WarmupBatch, in_mode

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
 from fxchimera import BatchError
-from fxchimera.runtime.microbatch import ChunkSpecs, describe_batch, digest, divide, merge
+from fxchimera.runtime.fingerprint import describe_batch, digest
+from fxchimera.runtime.microbatch import ChunkSpecs, divide, merge
 
 FIRST = ChunkSpecs()
 
