@@ -30,5 +30,4 @@ def common_example(batch: Batch, world: World) -> Batch:
             f"of pipeline 0 {kinds[1]}; every pipeline must pass the same arguments, with any number of rows"
         )
     placed = [tensor.to(own.device).requires_grad_(own.requires_grad) for tensor, own in zip(tensors, first.inputs, strict=True)]
-    args, kwargs = first.structure.rebuild(placed)
-    return replace(batch, microbatches=(replace(first, args=args, kwargs=kwargs, inputs=tuple(placed)), *others))
+    return replace(batch, microbatches=(replace(first, inputs=tuple(placed)), *others))

@@ -47,7 +47,7 @@ class MicroBatch:
     """One micro-batch: the tensors of its ``(args, kwargs)`` and of its target, in order, and its number of rows.
 
     ``index`` is its place in the batch; ``number`` that among the micro-batches of all pipelines, which keys its randomness.
-    ``arguments`` is what of ``(args, kwargs)`` is no tensor, to be compared; ``form`` the shapes and dtypes of all tensors.
+    ``arguments`` is what of ``(args, kwargs)`` is no tensor, to be compared.
     """
 
     index: int
@@ -58,7 +58,11 @@ class MicroBatch:
     structure: Structure
     target_structure: Structure
     arguments: Hashable
-    form: tuple[Any, ...]
+
+    @functools.cached_property
+    def form(self) -> tuple[Any, ...]:
+        """Shapes and dtypes of all tensors."""
+        return tuple((tensor.shape, str(tensor.dtype), tensor.requires_grad) for tensor in (*self.inputs, *self.targets))
 
     @functools.cached_property
     def _call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -121,7 +125,6 @@ def divide(
     rows = _rows([*leaves, *target_leaves], n_microbatches)
     pieces = [_pieces(leaf, n_microbatches) for leaf in leaves]
     target_pieces = [_pieces(leaf, n_microbatches) for leaf in target_leaves]
-    kinds = [(str(tensor.dtype), tensor.requires_grad) for tensor in (*tensors, *targets)]
     arguments, microbatches = frozen(structure.spec), []
     for index in range(n_microbatches):
         inputs, own_targets = tuple(piece[index] for piece in pieces), tuple(piece[index] for piece in target_pieces)
@@ -135,7 +138,6 @@ def divide(
                 structure=structure,
                 target_structure=target_structure,
                 arguments=arguments,
-                form=tuple((tensor.shape, *kind) for tensor, kind in zip((*inputs, *own_targets), kinds, strict=True)),
             )
         )
     return Batch(tuple(microbatches), rows, (*tensors, *targets))
