@@ -244,21 +244,25 @@ class TorchRunner:
         numbers = {"target": torch.arange(count)} if self._last in self._indices else {}
         self._batch = batch, weights
         self.schedule.step(*positional, **numbers, losses=losses, return_outputs=False, **named)
-        return torch.stack(losses).mean().detach() if losses else None
+        return torch.stack(losses).sum().detach() if losses else None
 
     def _loss(self, output: Sequence[Tensor], number: Tensor) -> Tensor:
-        """The loss of a micro-batch, times N and its weight: torch divides gradients by N."""
+        """What a micro-batch's loss counts in the batch's."""
         assert self._batch is not None
         (batch, weights), index = self._batch, int(number)
         structured = self.stages.program.captured.out_structure.rebuild(list(output))
-        return loss_of(structured, batch.microbatches[index].target, self._loss_fn) * (weights[index] * len(weights))
+        return loss_of(structured, batch.microbatches[index].target, self._loss_fn) * weights[index]
 
     def _made(self, schedule: TorchSchedule | None) -> Any:
-        """The schedule object, told how to divide what this rank passes to it."""
+        """The schedule object, told how to divide what this rank passes to it.
+
+        The losses are weighted already; torch would divide all of ``.grad`` by N, what earlier steps left there included.
+        """
         dims = dimensions(self.stages.example.args, self.stages.example.kwargs, self.stages.specs)
         positional, named = self._split([chunk_spec(dim) for dim in dims])
-        options: dict[str, Any] = {"loss_fn": self._loss, "args_chunk_spec": tuple(positional) or None}
-        options["kwargs_chunk_spec"] = named or None
+        options: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
+        if any(dim != 0 for dim in dims):  # torch's default else, and not all of its schedules can be told
+            options |= {"args_chunk_spec": tuple(positional) or None, "kwargs_chunk_spec": named or None}
         count = self.stages.order.placement.n_microbatches
         if schedule is None:
             return any_order(self.stages.order, self.mine, **options)

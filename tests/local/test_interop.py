@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
 from fxchimera.errors import BatchError, FxChimeraError, PartitionError, ScheduleError
 from fxchimera.interop import TorchRunner, torch_stages
@@ -97,3 +98,22 @@ def test_micro_batches_count_by_their_targets() -> None:
     (gradient,) = torch.autograd.grad(expected, [model.weight])
     torch.testing.assert_close(loss, expected.detach())
     torch.testing.assert_close(model.weight.grad, gradient)
+
+
+@pytest.mark.usefixtures("alone")
+def test_gradients_of_several_steps_add_up() -> None:
+    """Under torch's own scaling the second step would divide the first one's gradient again."""
+    model, (x, y) = nn.Linear(3, 3), torch.randn(2, 4, 3)
+    (gradient,) = torch.autograd.grad(F.mse_loss(model(x), y), [model.weight])
+    runs = runner(model, x, 4)
+    for _ in range(3):
+        runs.step(x, target=y)
+    torch.testing.assert_close(model.weight.grad, 3 * gradient)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_batch_dimension_that_is_not_the_first() -> None:
+    model, x = nn.Linear(3, 3), torch.randn(5, 4, 3)
+    cut = torch_stages(model, example_args=(x,), num_stages=1, n_microbatches=2, args_chunk_spec=[TensorChunkSpec(1)])
+    loss = cut.runner(0, Schedule1F1B, loss_fn=lambda output: output.square().mean()).step(x)
+    torch.testing.assert_close(loss, model(x).square().mean().detach())

@@ -32,6 +32,7 @@ MORE = [
     ("mlp", 4, 8, "1f1b", "Schedule1F1B"),
     ("masked_rotary", 2, 4, "interleaved-1f1b", "ScheduleInterleaved1F1B"),
     ("mlp", 2, 4, "zbv", "ScheduleZBVZeroBubble"),
+    ("mlp", 2, 4, "interleaved-1f1b", "ScheduleLoopedBFS"),
     ("mlp", 4, 5, "1f1b", None),
     ("mlp", 2, 4, "interleaved-1f1b", None),
     ("mlp", 3, 6, "zb-h1", None),
