@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import queue
 import threading
 import time
 from typing import Any
@@ -38,7 +39,7 @@ class SharedFailure(Failure):
         super().__init__(limits, grid)
         self.store = store
         self._rank, self._size = grid.process, grid.width * grid.depth
-        self._stopped = threading.Event()
+        self._stopped, self._lost = threading.Event(), threading.Event()
         self.place = Place()
         self._pulse = Pulse(store, self._rank, self._size, self.place, publish=self._publish, note=self._note)
         self._watcher = threading.Thread(target=self._watch, name="fxchimera-failures", daemon=True)
@@ -46,13 +47,28 @@ class SharedFailure(Failure):
 
     def report(self, cause: Cause) -> Cause:
         """Publish the cause, unless another rank was first."""
+        if self.cause is not None:
+            return self.cause
+        answer: queue.SimpleQueue[Cause] = queue.SimpleQueue()
         first = cause
-        with contextlib.suppress(Exception):  # without the store the local cause must do
+        if not self._lost.is_set():
+            # on a thread of its own, because a store whose process is frozen does not answer, and the caller must not wait for it
+            threading.Thread(target=self._spread, args=(cause, answer), name="fxchimera-report", daemon=True).start()
+            with contextlib.suppress(queue.Empty):
+                first = answer.get(timeout=GRACE_SECONDS)
+        return super().report(first)
+
+    def _spread(self, cause: Cause, answer: queue.SimpleQueue[Cause]) -> None:
+        """Tell the store; the answer is the cause that it was told first."""
+        first = cause
+        try:
             rank, _, text = self.store.compare_set(_CAUSE, "", f"{cause.rank}\n{cause.text}").decode().partition("\n")
             first = Cause(int(rank), text)
             for other in range(self._size):
                 self.store.set(_NEWS.format(other), "")
-        return super().report(first)
+        except Exception:  # without the store the local cause must do
+            self._lost.set()
+        answer.put(first)
 
     def _publish(self, process: int, text: str) -> None:
         self.report(self.cause_in(process, text))
@@ -70,8 +86,9 @@ class SharedFailure(Failure):
         self._pulse.stop()
         assert self.place is not None
         self.place.remove()
-        with contextlib.suppress(Exception):  # without the store the watcher has ended
-            self.store.set(_NEWS.format(self._rank), "")
+        if self._watcher.is_alive() and not self._lost.is_set():
+            with contextlib.suppress(Exception):  # without the store the watcher has ended
+                self.store.set(_NEWS.format(self._rank), "")
         self._watcher.join(timeout=GRACE_SECONDS)
 
     def _watch(self) -> None:
@@ -83,6 +100,7 @@ class SharedFailure(Failure):
                 rank, _, text = store.get(_CAUSE).decode().partition("\n")
                 super().report(Cause(int(rank), text))
         except Exception as error:
+            self._lost.set()
             if not self._stopped.is_set():
                 self._note(0, self._fate_of_host() or f"the failure store, which it hosts, is gone: {error}")
 

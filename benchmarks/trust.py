@@ -1,0 +1,149 @@
+"""The goals of reliability in figures: parity, proofs, failures and leaks, measured here, each beside its bar.
+
+    python -m benchmarks.trust [--trials 3] [--cycles 100] [--json]
+
+It needs the tests beside it, whose models, faults and processes it uses.  Times are of this machine as it is: a busy one is slow to
+notice anything.  A row whose figure is above its bar says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+
+from fxchimera.schedule import check, lower, make_order
+from tests.cycles import cycles
+from tests.faults import IN_USER_CODE, OF_PROCESSES, faults
+from tests.local.wrapped import reference, step, wrap
+from tests.models import MODELS
+from tests.parity import Outcome, full_batch
+from tests.process import failing
+from tests.process.pool import Pool
+
+_DEPTHS, _MOST = (2, 4, 6, 8, 16), 64
+_STAGES, _N = 4, 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One goal: what was measured, how often, the worst figure and its bar, in ``unit``."""
+
+    goal: str
+    what: str
+    count: int
+    worst: float
+    bar: float
+    unit: str
+
+    def __str__(self) -> str:
+        verdict = "met" if self.worst <= self.bar else "MISSED"
+        return f"{self.goal:4} {self.what:68} {self.count:6} {self.worst:10.3g} {self.bar:10.3g} {self.unit:9} {verdict}"
+
+
+def parity() -> Iterator[Row]:
+    """G1b and G1c: against the reference of the same association, and against the plain full batch."""
+    bits, relative = 0, {torch.float64: 0.0, torch.float32: 0.0}
+    names = [name for name in MODELS if name != "resnet"]  # batch norm has no full-batch witness
+    for dtype in relative:
+        for name in names:
+            example = MODELS[name](dtype=dtype, batch=8)
+            with wrap(example, _STAGES, _N, "chimera") as pipe:
+                found = step(pipe, example)
+            example.model.zero_grad()
+            wanted = reference(example, _STAGES, _N, "chimera")
+            bits += not torch.equal(found.loss, wanted.loss) or any(
+                g is not None and not torch.equal(g, wanted.gradients[key]) for key, g in found.gradients.items()
+            )
+            relative[dtype] = max(relative[dtype], _distance(found, full_batch(example)))
+    yield Row("G1b", "models not equal to the reference to the last bit, chimera, D=4", 2 * len(names), bits, 0, "models")
+    yield Row("G1c", "gradients against the full batch, float32", len(names), relative[torch.float32], 1e-6, "relative")
+    yield Row("G1c", "gradients against the full batch, float64", len(names), relative[torch.float64], 1e-12, "relative")
+
+
+def _distance(found: Outcome, wanted: Outcome) -> float:
+    whole = sum(float(g.double().square().sum()) for g in wanted.gradients.values() if g is not None) ** 0.5
+    errors = [0.0]
+    for name, gradient in wanted.gradients.items():
+        other = found.gradients[name]
+        if gradient is not None and other is not None:
+            norm = max(float(gradient.double().norm()), 1e-3 * whole)
+            errors.append(float((other.double() - gradient.double()).norm()) / norm)
+    return max(errors)
+
+
+def proofs() -> Iterator[Row]:
+    """G2a: every order of the paper's family in the strictest mode; it raises if one is not proven."""
+    count, longest = 0, 0.0
+    for depth in _DEPTHS:
+        for n in range(1, _MOST + 1):
+            order = lower(make_order("chimera", depth, n))
+            began = time.perf_counter()
+            check(order)
+            count, longest = count + 1, max(longest, time.perf_counter() - began)
+    yield Row("G2a", f"orders proven, D in {_DEPTHS}, N 1..{_MOST}: the longest proof", count, longest, 1.0, "s")
+
+
+def failures(pool: Pool, trials: int) -> Iterator[Row]:
+    """G3: until the last survivor has raised, and how many did not name the culprit."""
+    bars = {**dict.fromkeys(IN_USER_CODE, 2.0), "kill": 3.0, "leave": 3.0, "stop": 10.0}
+    wrong, asked, closing = 0, 0, 0.0
+    for kind in (*IN_USER_CODE, *OF_PROCESSES):
+        slowest = 0.0
+        chosen = [faults(kind, _STAGES)[trial % 6] for trial in range(trials)]
+        for fault in chosen:
+            if kind in OF_PROCESSES:
+                answers = pool.survivors(_STAGES, fault.victim, failing.meet, fault, _STAGES, "chimera")
+            else:
+                answers = dict(enumerate(pool.run(_STAGES, failing.meet, fault, _STAGES, "chimera", spoils=True)))
+            for rank, (_, text, seconds, _, _, close) in answers.items():
+                slowest, closing, asked = max(slowest, seconds), max(closing, close), asked + 1
+                itself = rank == fault.victim and kind in ("interrupted", "exit")  # raises what the user raised
+                wrong += not (itself or text.startswith(f"rank {fault.victim} failed: "))
+        yield Row("G3", f"{kind}: until the last survivor raises", len(chosen), slowest, bars[kind], "s")
+    yield Row("G3", "survivors that do not name the culprit", asked, wrong, 0, "ranks")
+    yield Row("G4", "close() after a failure", asked, closing, 5.0, "s")
+
+
+def leaks(pool: Pool, count: int) -> Iterator[Row]:
+    """G6: what is left after making and closing pipelines, as threads and as processes."""
+    left = {
+        "threads": cycles(count, _STAGES, "chimera"),
+        "processes": max(pool.run(2, cycles, count, 2, "chimera", limit=600.0), key=lambda one: one.resident),
+    }
+    for kind, found in left.items():
+        yield Row("G6", f"{kind}: threads and open files more than before", count, found.threads + found.files, 0, "")
+        yield Row("G6", f"{kind}: resident memory more than before", count, found.resident / 1e6, 5.0, "MB")
+
+
+def main() -> int:
+    """Measure, print, and return how many bars were missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=3, help="of each kind of failure")
+    parser.add_argument("--cycles", type=int, default=100, help="of making and closing a pipeline")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    pool, rows = Pool(_STAGES), []
+    try:
+        for part in (parity(), proofs(), failures(pool, args.trials), leaks(pool, args.cycles)):
+            for row in part:
+                rows.append(row)
+                if not args.json:
+                    print(row, flush=True)
+    finally:
+        pool.stop()
+    if args.json:
+        print(json.dumps([asdict(row) for row in rows], indent=1))
+    return sum(row.worst > row.bar for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
