@@ -24,8 +24,9 @@ def test_on_two_devices_made_of_host_memory(chosen):
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler to build the accelerator with")
 @pytest.mark.process
 @pytest.mark.matrix
-def test_processes_on_a_device_each():
-    run("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.device.ranks")
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_processes_on_a_device_each(pipelines):
+    run("torch.distributed.run", "--standalone", "--nproc-per-node", str(2 * pipelines), "-m", "tests.device.ranks")
 
 
 def run(*arguments: str) -> None:

@@ -105,8 +105,7 @@ def compare_with_plain(
         loss: Its loss.
         own: The gradients that this process owns.
     """
-    own = {name: None if gradient is None else gradient.cpu() for name, gradient in own.items()}
-    gathered = world.collect(own if world.grid.pipeline == 0 else {}, "verify()")
+    gathered = world.collect(_on_host(own) if world.grid.pipeline == 0 else {}, "verify()")
     result: Verification | None = None
     if world.process == world.grid.row[0]:
         device = world.devices.first
@@ -116,6 +115,8 @@ def compare_with_plain(
         expected = run_reference(
             plain, batch, job.programs, place, weights=shares, loss_fn=job.loss_fn, seed=job.seed, step=job.step
         )
+        losses = tuple(each.cpu() for each in expected.losses)
+        expected = Reference(expected.loss.cpu(), _on_host(expected.gradients), losses)
         expected = _of_all_pipelines(world, expected, shares)
         found = {name: gradient for part in gathered for name, gradient in part.items()}
         if world.process == 0:
@@ -160,7 +161,7 @@ def compare(
         if (found is None) != (expected is None):
             absolute = distance = float("inf")
         elif found is not None and expected is not None:
-            delta = _wide(found) - _wide(expected).to(found.device)
+            delta = _wide(found) - _wide(expected)
             absolute, distance = float(delta.abs().max()) if delta.numel() else 0.0, float(delta.norm())
             norm = float(_wide(expected).norm())
         scale = max(norm, _FLOOR * whole)
@@ -170,6 +171,10 @@ def compare(
     tolerance = _RELATIVE.get(plain_loss.dtype, _COARSE)
     close = abs(float(loss) - float(plain_loss)) <= tolerance * max(abs(float(plain_loss)), 1e-30)
     return Verification(float(loss), float(plain_loss), tuple(differences), close)
+
+
+def _on_host(gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    return {name: None if gradient is None else gradient.cpu() for name, gradient in gradients.items()}
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -31,8 +31,8 @@ def main() -> None:
             numbers += [float(pipe(x).sum()), float(pipe.evaluate(x, target=y))]
             assert pipe.verify(x, target=y).ok
             found.append(numbers)
-            places = {str(parameter.device) for parameter in pipe.parameters()}
-            assert places == ({DEVICES[pipe._world.process]} if devices == DEVICES else {"cpu"})
+            places, rank = {str(parameter.device) for parameter in pipe.parameters()}, pipe._world.grid.rank
+            assert places == ({DEVICES[rank]} if devices == DEVICES else {"cpu"})
     torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
     assert not torch.ops.twin.faults()
 

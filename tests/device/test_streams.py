@@ -68,6 +68,21 @@ def test_no_stream_runs_ahead_with_tied_parameters():
     assert not torch.ops.twin.faults()
 
 
+@pytest.mark.parametrize(
+    ("schedule", "losses"),
+    [("chimera", 2), pytest.param("1f1b", 1, marks=pytest.mark.matrix), pytest.param("zbv", 1, marks=pytest.mark.matrix)],
+)
+def test_a_step_reads_the_losses_and_nothing_else_back(schedule, losses):
+    """Once for each device that computes losses: the last stages of the down pipe and of the up pipe."""
+    x, y = batch()
+    options = {"example_args": (x,), "loss_fn": nn.functional.mse_loss, "num_stages": 4, "n_microbatches": 8, "devices": TURN}
+    with fxchimera.pipeline(Blocks(), schedule=schedule, **options) as pipe:
+        pipe.step(x, target=y)
+        torch.ops.twin.host_reads()
+        pipe.step(x, target=y)
+        assert torch.ops.twin.host_reads() == losses
+
+
 class Faulty(TorchAccelerator):
     """Leaves out the calls of one method that come from one function of a file, and counts them."""
 

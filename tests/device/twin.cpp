@@ -30,6 +30,7 @@ thread_local c10::DeviceIndex current = 0;
 thread_local c10::StreamId streams[kDevices] = {};
 clocks::Clocks& watch = *new clocks::Clocks();  // never destroyed: memory is freed until the very end
 std::atomic<c10::StreamId> made{0};
+std::atomic<int64_t> waits{0};  // how often the host read what a device has computed
 
 clocks::Name name_of(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
 
@@ -174,6 +175,7 @@ void carry(const at::Tensor& from, const at::Tensor& to) {
   const bool between = from.is_privateuseone() && to.is_privateuseone() && from.device() != to.device();
   const auto one = from.device().index(), other = to.device().index();
   if (between) watch.meet({one, streams[one]}, {other, streams[other]});
+  if (from.is_privateuseone() && to.is_cpu()) ++waits;
   touch(from, false, "copy");
   touch(to, true, "copy");
   if (between) watch.meet({one, streams[one]}, {other, streams[other]});
@@ -192,6 +194,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 }
 
 at::Scalar local_scalar(const at::Tensor& tensor) {
+  ++waits;
   touch(tensor, false, "item");
   return host(tensor).item();
 }
@@ -358,7 +361,10 @@ void check(bool on) { watch.check(on); }
 
 std::vector<std::string> faults() { return watch.faults(); }
 
+int64_t host_reads() { return waits.exchange(0); }
+
 TORCH_LIBRARY(twin, library) {
+  library.def("host_reads() -> int", host_reads);
   library.def("check(bool on) -> ()", check);
   library.def("faults() -> str[]", faults);
 }
