@@ -52,7 +52,7 @@ def plain_loop(example: Example, region: Region, n: int = N) -> Outcome:
 
 
 CELLS = [
-    (2, "mlp", "chimera", torch.bfloat16), (2, "gpt2", "zbv", torch.bfloat16), (2, "resnet", "zb-h1", torch.bfloat16),
+    (2, "mlp", "chimera", torch.bfloat16), (2, "mlp", "zbv", torch.bfloat16), (2, "resnet", "zb-h1", torch.bfloat16),
     (4, "tied", "chimera", torch.bfloat16), (2, "skip", "1f1b", torch.float16),
 ]  # fmt: skip
 

@@ -62,16 +62,13 @@ def stages_of(pipe: fxchimera.Pipeline) -> list[Any]:
     return [stage for replica in replicas for stage in replica._bound.values()]
 
 
-CELLS = [("tied", "zbv", "aot_eager")]
-
-
 def matrix() -> list[Any]:
     cells = [(name, schedule, "aot_eager") for name in MODELS for schedule in ("chimera", "zbv", "1f1b")]
     cells += [(name, schedule, "inductor") for name in ("mlp", "gpt2", "resnet") for schedule in ("chimera", "zb-h1")]
-    return [pytest.param(*cell, marks=pytest.mark.matrix) for cell in cells if cell not in CELLS]
+    return [pytest.param(*cell, marks=pytest.mark.matrix) for cell in cells]
 
 
-@pytest.mark.parametrize(("name", "schedule", "backend"), [*CELLS, *matrix()])
+@pytest.mark.parametrize(("name", "schedule", "backend"), matrix())
 def test_compiled_stages_equal_the_compiled_plain_model(name: str, schedule: str, backend: str) -> None:
     witness = MODELS[name](batch=8)
     expected = plain_loop(witness, torch.compile(witness.model, backend=backend), 4)
@@ -96,6 +93,7 @@ def test_batch_norm_in_both_copies() -> None:
     expected = plain_loop(witness, witness.model, 4)
     with wrap(ours, 2, 4, "chimera", compile=QUICK) as pipe:
         assert_close(step(pipe, ours), expected, TOLERANCE[torch.float32])
+        assert {type(stage) for stage in stages_of(pipe)} == {CompiledStage}
     torch.testing.assert_close(dict(ours.model.named_buffers()), dict(witness.model.named_buffers()))
 
 
