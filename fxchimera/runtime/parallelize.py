@@ -35,7 +35,16 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class Parallelize(Protocol):
-    """What the user passes: changes a stage's modules in place, and returns nothing or the stage itself."""
+    """What the user passes: changes a stage's modules in place, and returns nothing or the stage itself.
+
+    A stage has only its own part of the model's modules::
+
+        def parallelize(stage_module, *, stage, device):
+            for block in getattr(stage_module, "blocks", nn.Module()).children():
+                fully_shard(block, mesh=mesh["dp"])          # or parallelize_module(block, mesh["tp"], {...})
+
+    FSDP2 reduces gradients after the backward of every micro-batch.
+    """
 
     def __call__(self, stage_module: nn.Module, *, stage: int, device: torch.device) -> nn.Module | None:
         """Parallelize one stage of this rank."""
