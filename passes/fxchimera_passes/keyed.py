@@ -10,7 +10,6 @@ under one lock (some microseconds).  The user's own random stream is never moved
 from __future__ import annotations
 
 import hashlib
-import random as python_random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -18,17 +17,16 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from fxchimera_passes._torch import TorchDispatchMode
 from fxchimera_passes.captured import RandomKey
+from fxchimera_passes.hostrandom import HostStates, Seeding, seed_host
 from fxchimera_passes.recompute import Replacement, Replay
 
 __all__ = [
     "HOST_ORDINAL",
-    "HostStates",
     "generators_alone",
     "is_random",
     "keyed_model",
@@ -36,7 +34,6 @@ __all__ = [
     "many_microbatches",
     "microbatch_randomness",
     "named_microbatch",
-    "seed_host",
     "seed_now",
     "seed_of",
 ]
@@ -125,7 +122,7 @@ def keyed_model(model: nn.Module, keys: Sequence[RandomKey]) -> Iterator[None]:
         if where is not None and hosts:
             stack.enter_context(_host_generators())
             for name in dict.fromkeys(key.module for key in hosts):
-                seeding = _Seeding({key.call: seed_of(*where, key) for key in hosts if key.module == name})
+                seeding = Seeding({key.call: seed_of(*where, key) for key in hosts if key.module == name})
                 stack.callback(seeding.around(model.get_submodule(name)))
         yield
 
@@ -259,47 +256,3 @@ def _host_generators() -> Iterator[None]:
             yield
         finally:
             states.restore()
-
-
-def seed_host(seed: int) -> None:
-    """Seed Python's and numpy's global generators."""
-    python_random.seed(seed)
-    np.random.seed(seed % 2**32)  # the user's code draws from numpy's global generator
-
-
-class _Seeding:
-    """Hooks: call ``k`` of a module begins with the generators at ``seeds[k]``, and leaves them as its caller had them."""
-
-    def __init__(self, seeds: Mapping[int, int]) -> None:
-        self.seeds, self.calls = seeds, 0
-        self.callers: list[HostStates | None] = []
-
-    def around(self, module: nn.Module) -> Callable[[], None]:
-        """Hook into ``module``; the function returned takes the hooks away."""
-        hooks = ExitStack()
-        hooks.callback(module.register_forward_pre_hook(self._begin, prepend=True).remove)
-        hooks.callback(module.register_forward_hook(self._end, always_call=True).remove)
-        return hooks.close
-
-    def _begin(self, module: nn.Module, args: Any) -> None:
-        seed = self.seeds.get(self.calls)
-        self.calls += 1
-        self.callers.append(None if seed is None else HostStates())
-        if seed is not None:
-            seed_host(seed)
-
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if (caller := self.callers.pop()) is not None:
-            caller.restore()
-
-
-class HostStates:
-    """The states of Python's and numpy's global generators at one moment."""
-
-    def __init__(self) -> None:
-        self._python, self._numpy = python_random.getstate(), np.random.get_state(legacy=False)
-
-    def restore(self) -> None:
-        """Put them back."""
-        python_random.setstate(self._python)
-        np.random.set_state(self._numpy)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fxchimera_passes.keyed import HostStates
+from fxchimera_passes.hostrandom import HostStates
 
 __all__ = ["HostDraws"]
 

@@ -34,7 +34,8 @@ from fxchimera_passes.capture.transforms import TransformRule
 from fxchimera_passes.capture.watch import Seen, Watch
 from fxchimera_passes.capture.writer import GraphWriter
 from fxchimera_passes.captured import Assumption, RandomKey, info
-from fxchimera_passes.keyed import seed_host, seed_now
+from fxchimera_passes.hostrandom import seed_host
+from fxchimera_passes.keyed import seed_now
 from fxchimera_passes.structure import Structure, flatten
 
 __all__ = ["Recorder"]

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fxchimera_passes.keyed import HostStates
+from fxchimera_passes.hostrandom import HostStates
 
 __all__ = [
     "Attributes",
