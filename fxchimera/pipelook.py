@@ -1,0 +1,93 @@
+"""What a pipeline shows of itself: pictures of its steps, measurements, and a comparison with the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from fxchimera.pipestate import StatefulPipeline
+from fxchimera.planner.measured import measured_plan
+from fxchimera.planner.profile import Profile
+from fxchimera.planner.table import Plan
+from fxchimera.runtime.agreement import Call
+from fxchimera.runtime.attempts import Attempts
+from fxchimera.runtime.engine import Orders
+from fxchimera.runtime.profile import agree_on_rounds, profile_pipeline
+from fxchimera.runtime.results import gather_timeline
+from fxchimera.runtime.trial import run_trial
+from fxchimera.runtime.verify import Verification, compare_with_plain
+from fxchimera.schedule.profile import Costs
+from fxchimera.schedule.simulate import simulate
+from fxchimera.schedule.timeline import Timeline
+from fxchimera.view.drawing import Drawing
+
+__all__ = ["ObservedPipeline"]
+
+
+class ObservedPipeline(StatefulPipeline):
+    """The part of a :class:`Pipeline` that looks at it."""
+
+    plan: Plan
+    _names: Mapping[str, tuple[str, ...]]
+    _attempts: Attempts
+    _orders: Orders
+    _costs: Costs
+    _timeline: Timeline | None
+
+    def _trying(self, what: str) -> AbstractContextManager[None]:
+        raise AssertionError("the pipeline has one")
+
+    def draw(self) -> Drawing:
+        """Draw the predicted step and, once a step has run, the measured one with it; prints as text, renders in a notebook."""
+        timelines = self._timelines()
+        return Drawing(timelines, paired=len(timelines) == 2)
+
+    def trace(self, path: str | Path) -> None:
+        """Write the predicted and measured steps as Chrome JSON for Perfetto (rank 0 writes)."""
+        text = self.draw().to_chrome()
+        if self._world.process == 0:
+            Path(path).write_text(text)
+
+    def verify(self, *args: Any, target: Any = None, **kwargs: Any) -> Verification:
+        """Run one batch through the pipeline and through the plain model and compare loss and every gradient.
+
+        Gradients, buffers, attributes and the step count are as before afterwards.  Needs a host that holds the whole model.
+        """
+        with self._trying("verify()"):
+            state = self.state_dict()
+            job = self._preparation.job(Call.STEP, args, kwargs, target, order=self._orders.step, steps=(self._step,))
+            trial = run_trial(self._model, self._engine, self._attempts, job)
+            self._timeline = trial.finished.timeline
+            return compare_with_plain(self._world, self._model, self._names, trial.finished.job, state, trial.loss, trial.gradients)
+
+    def profile(self, *args: Any, target: Any = None, rounds: int = 5, **kwargs: Any) -> Profile:
+        """Measure on one batch how long F, B, I and W of every stage take, messages between neighbours, and a whole step.
+
+        ``plan`` then has the measured seconds, and :meth:`draw` predicts from them.  A stage is timed while the other ranks are
+        idle.  The model is as before afterwards; forward hooks and ``loss_fn`` are called about ``4 * rounds`` times.
+
+        Args:
+            args: The batch, as :meth:`step` gets it.
+            target: Its target.
+            rounds: Rounds to take medians of, after one that is not counted.
+            kwargs: The batch's keyword arguments.
+
+        Raises:
+            FxChimeraError: The call is made under ``no_sync`` or ``torch.no_grad()``, or parameters are on the meta device.
+        """
+        with self._trying("profile()"):
+            agree_on_rounds(self._world, list(self._engine.owned.items()), rounds)
+            job = self._preparation.job(Call.STEP, args, kwargs, target, order=self._orders.step, steps=(self._step,))
+            found = profile_pipeline(self._model, self._engine, self._attempts, self._world, job, rounds=rounds)
+            threads = self._world.num_processes == 1
+            self.plan = measured_plan(self.plan, found.measurement, shared=threads)
+            self._costs, self._timeline = self.plan.costs, found.timeline
+        predicted = simulate(self._orders.step, self._costs).makespan
+        return Profile.of(found.measurement, self.plan, predicted, found.seconds, shared=threads)
+
+    def _timelines(self) -> tuple[Timeline, ...]:
+        predicted = simulate(self._orders.step, self._costs)
+        measured_ones = gather_timeline(self._world, self._timeline)
+        return (predicted,) if measured_ones is None else (predicted, measured_ones)
