@@ -9,7 +9,8 @@ go over gloo.  All schedules live in the same processes and take turns, one step
     simulated   with stages and messages as slow as plain torch runs them here, measured just before (machine.py)
     cpu         processor time a computation, of all threads; with ``--forward-ms 0 --backward-ms 0`` the cost of the runtime
 
-"auto-1" and "auto-2" are the orders that the search finds, for these measured costs, with one and two copies of the weights.
+"auto-1" and "auto-2" are the orders that the search finds, with one and two copies of the weights, for these costs and what each
+action costs our runtime beside them (by how much a step of our 1f1b takes longer than simulated).
 
     python benchmarks/emulated.py --stages 4 --microbatches 8 [--boundary-bytes 1048576] [--json]
 """
@@ -23,7 +24,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
@@ -42,6 +43,7 @@ from fxchimera.schedule.order import Order
 ROWS = 4  # rows of a micro-batch
 OURS = ("1f1b", "chimera", "auto-1", "auto-2")
 _SMALLEST_MS = 1e-3  # the search needs costs above 0
+_WARM, _TRIED = 2, 5  # steps that show what our runtime costs
 
 Steps = dict[tuple[str, str], Callable[[], object]]  # (whose, schedule) -> one step of it on this rank
 Table = dict[str, dict[str, dict[str, float]]]  # whose -> schedule -> figure -> milliseconds
@@ -49,18 +51,29 @@ Table = dict[str, dict[str, dict[str, float]]]  # whose -> schedule -> figure ->
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this machine adds, in seconds: to a forward, to either half of a backward, and on a message's way."""
+    """What this machine adds, in seconds: to a forward, to either half of a backward, and on a message's way.
+
+    ``action`` is what our runtime adds to every action, for the search alone: split or not, a backward is one or two of these.
+    """
 
     forward: float = 0.0
     half: float = 0.0
     hop: float = 0.0
+    action: float = 0.0
 
     def costs(self, args: argparse.Namespace, total: int) -> Costs:
         """What ``total`` stages cost on it, of which a device has ``total / args.stages``."""
         share = args.stages / total / 1e3
-        forward = max(args.forward_ms, _SMALLEST_MS) * share + self.forward
+        forward = max(args.forward_ms, _SMALLEST_MS) * share + self.forward + self.action
         half = max(args.backward_ms / 2, _SMALLEST_MS) * share + self.half
-        return Costs(forward=(forward,) * total, input_grad=(half,) * total, weight_grad=(half,) * total, latency=self.hop)
+        part, whole = half + self.action, 2 * half + self.action
+        return Costs(
+            forward=(forward,) * total,
+            input_grad=(part,) * total,
+            weight_grad=(part,) * total,
+            backward=(whole,) * total,
+            latency=self.hop,
+        )
 
 
 def measure_machine(args: argparse.Namespace) -> Machine:
@@ -89,7 +102,8 @@ def search(args: argparse.Namespace, machine: Machine, copies: int) -> Order:
     """
     found = []
     for chunks in (1, 2):
-        costs = Machine(chunks * machine.forward, chunks * machine.half, machine.hop).costs(args, args.stages)
+        added = Machine(chunks * machine.forward, chunks * machine.half, machine.hop, chunks * machine.action)
+        costs = added.costs(args, args.stages)
         found.append(auto(args.stages, args.microbatches, costs, Limits(copies=copies, chunks=chunks)).order)
     return min(found, key=lambda order: simulated_seconds(order, args, machine))
 
@@ -123,17 +137,28 @@ def make_ours(order: Order, args: argparse.Namespace, batch: torch.Tensor) -> fx
     )
 
 
+def action_seconds(args: argparse.Namespace, machine: Machine, batch: torch.Tensor, target: torch.Tensor) -> float:
+    """Collective: what our runtime adds to an action, from how much longer steps of our 1f1b take than simulated."""
+    order = make_order("1f1b", args.stages, args.microbatches)
+    with make_ours(order, args, batch) as pipe:
+        spans = [run_step(partial(pipe.step, batch, target=target))[0] for _ in range(_WARM + _TRIED)]
+    longer: float = statistics.median(spans[_WARM:]) - simulated_seconds(order, args, machine)
+    actions: int = 2 * (args.microbatches + args.stages - 1)  # on the critical path
+    return max(longer, 0.0) / actions
+
+
 def make_steps(args: argparse.Namespace, rank: int, cleanup: ExitStack) -> tuple[Steps, Table]:
     """Build every schedule on this rank: the steps to time, and the table with the predicted figures filled in."""
     forward, backward = args.forward_ms / 1e3, args.backward_ms / 1e3
     machine, width = measure_machine(args), _width(args)
-    orders = [find_orders(args, machine) if rank == 0 else None]
-    dist.broadcast_object_list(orders)
     generator = torch.Generator().manual_seed(0)
     batch = torch.randn(ROWS * args.microbatches, width, generator=generator)
     target = torch.randn(ROWS * args.microbatches, width, generator=generator)
+    own = action_seconds(args, machine, batch, target) if "auto" in args.ours else 0.0
+    orders = [find_orders(args, replace(machine, action=own)) if rank == 0 else None]
+    dist.broadcast_object_list(orders)
     steps: Steps = {}
-    added = {f"{name}_ms": 1e3 * value for name, value in asdict(machine).items()}
+    added = {f"{name}_ms": 1e3 * value for name, value in asdict(replace(machine, action=own)).items()}
     table: Table = {"ours": {}, "torch": {}, "machine": {"all": added}}
     for name, order in (orders[0] or {}).items():
         pipe = cleanup.enter_context(make_ours(order, args, batch))
@@ -167,7 +192,7 @@ def measure(steps: Steps, table: Table, repeats: int) -> None:
     """Warm every schedule up, let them take turns, and enter the medians into the table."""
     rounds: dict[tuple[str, str], list[tuple[float, float]]] = {key: [] for key in steps}
     for step in steps.values():
-        for _ in range(2):
+        for _ in range(_WARM):
             run_step(step)
     for _ in range(repeats):
         for key, step in steps.items():
