@@ -14,7 +14,7 @@ from fxchimera.schedule.lower import lower
 from fxchimera.schedule.order import Order
 from fxchimera.schedule.placement import Placement
 from fxchimera.schedule.profile import Costs
-from fxchimera.schedule.simulate import completions, simulate
+from fxchimera.schedule.simulate import simulate
 
 __all__ = ["makespan_of", "step_seconds"]
 
@@ -60,19 +60,30 @@ def step_seconds(order: Order, costs: Costs) -> float:
 
 
 def _line(order: Order) -> tuple[_Step, ...]:
+    """Every computation after those that it waits for: each rank's list is walked until what it needs is not there yet."""
     place = order.placement
     number: dict[tuple[str, int, int], int] = {}
+    waiting: dict[tuple[str, int, int], int] = {}
     steps: list[_Step] = []
-    for rank, action in completions(order, Costs.uniform(place.num_stages)):
-        wanted = _source(action, place)
-        needs, boundary = _NONE, _NONE
-        if wanted is not None:
-            needs = number[wanted]
-            if steps[needs].rank != rank:
-                boundary = min(action.stage, wanted[1])
-        if action.kind is not Kind.W:
-            number["F" if action.kind is Kind.F else "B", action.stage, action.microbatch or 0] = len(steps)
-        steps.append(_Step(rank, needs, boundary, _KINDS.index(action.kind) * place.num_stages + action.stage))
+    position = [0] * len(order.ranks)
+    able = list(range(len(order.ranks)))
+    while able:
+        rank = able.pop()
+        for action in order.ranks[rank][position[rank] :]:
+            wanted = _source(action, place)
+            if wanted is not None and wanted not in number:
+                waiting[wanted] = rank
+                break
+            needs = _NONE if wanted is None else number[wanted]
+            boundary = _NONE if wanted is None or steps[needs].rank == rank else min(action.stage, wanted[1])
+            if action.kind is not Kind.W:
+                made = "F" if action.kind is Kind.F else "B", action.stage, action.microbatch or 0
+                number[made] = len(steps)
+                able += [waiting.pop(made)] if made in waiting else []
+            steps.append(_Step(rank, needs, boundary, _KINDS.index(action.kind) * place.num_stages + action.stage))
+            position[rank] += 1
+    if len(steps) < sum(map(len, order.ranks)):
+        simulate(order, Costs.uniform(place.num_stages))  # says where it stands still
     return tuple(steps)
 
 

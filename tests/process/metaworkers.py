@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 import fxchimera
-from tests.metamodels import llama, on_meta, tokens
+from tests.metamodels import Mixed, llama, on_meta, tokens
 
-__all__ = ["resident", "train_meta", "wrap_large"]
+__all__ = ["left_alive", "resident", "train_meta", "wrap_large"]
 
 
 def train_meta(stages: int, schedule: str, folder: Path | None) -> dict[str, Any]:
@@ -37,6 +40,26 @@ def train_meta(stages: int, schedule: str, folder: Path | None) -> dict[str, Any
             "real": real, "owned": owned, "buffers": buffers, "tied": tied, "start": start, "losses": losses,
             "evaluated": evaluated, "state": pipe.state_dict(),
         }  # fmt: skip
+
+
+def left_alive(schedule: str) -> tuple[list[str], list[str]]:
+    """Wrap models made with weights; returns the parameters that another rank owns, and those of them that are still in memory."""
+    away, alive = [], []
+    x = tokens()
+    for model in (llama(tied=True), Mixed()):
+        model.train()
+        batch = {"input_ids": x, "labels": x} if isinstance(model, PreTrainedModel) else {"x": x}
+        parameters = {name: (weakref.ref(p), weakref.ref(p.untyped_storage())) for name, p in model.named_parameters()}
+        pipe = fxchimera.pipeline(
+            model, example_kwargs=batch, loss_fn=None if "labels" in batch else torch.mean, num_stages=4, n_microbatches=4,
+            schedule=schedule,
+        )  # fmt: skip
+        gc.collect()
+        owned = {name for name, _ in pipe.named_parameters()}
+        away += [name for name in parameters if name not in owned]
+        alive += [name for name in parameters if name not in owned and any(ref() is not None for ref in parameters[name])]
+        pipe.close()
+    return away, alive
 
 
 def resident(key: str) -> int:

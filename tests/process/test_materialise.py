@@ -7,7 +7,7 @@ import torch
 
 from tests.metamodels import llama
 from tests.parity import assert_same_tensors
-from tests.process.metaworkers import train_meta, wrap_large
+from tests.process.metaworkers import left_alive, train_meta, wrap_large
 
 pytestmark = pytest.mark.process
 
@@ -36,6 +36,14 @@ def test_initialisation_does_not_depend_on_the_number_of_ranks(processes):
     two, four = (processes.run(stages, train_meta, stages, "1f1b", None)[0] for stages in (2, 4))
     assert_same_tensors(two["start"], four["start"])
     assert_same_tensors(train_meta(1, "gpipe", None)["start"], two["start"])
+
+
+@pytest.mark.parametrize("schedule", ["chimera", "1f1b"])
+def test_what_other_ranks_own_is_freed(processes, schedule):
+    """A model made with weights is whole on every rank at first; an LSTM keeps a list of its parameters beside them."""
+    for away, alive in processes.run(4, left_alive, schedule):
+        assert away
+        assert alive == []
 
 
 @pytest.mark.matrix

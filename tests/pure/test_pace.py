@@ -6,8 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fxchimera.errors import ScheduleError
 from fxchimera.planner.pace import makespan_of
 from fxchimera.schedule import Costs, lower, make_order, schedules, simulate
+from fxchimera.schedule.order import read_csv
+from fxchimera.schedule.placement import one_way
 
 
 @settings(max_examples=60, deadline=None)
@@ -31,3 +34,10 @@ def test_an_order_with_messages():
     order = lower(make_order("chimera", 4, 4))
     costs = Costs.uniform(4, 1, 2, latency=0.1)
     assert makespan_of(order)(costs) == simulate(order, costs).makespan
+
+
+def test_an_order_that_cannot_proceed():
+    """Rank 1 waits for the forward of micro-batch 1 first, which rank 0 runs after the backward of micro-batch 0."""
+    order = read_csv("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0", one_way(2, 2))
+    with pytest.raises(ScheduleError, match="1F1"):
+        makespan_of(order)

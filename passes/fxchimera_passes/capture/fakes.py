@@ -48,7 +48,8 @@ def fake_of(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tenso
 def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[dict[int, Tensor]]:
     """Replace the parameters and buffers of ``model`` by fakes; a shared tensor gets one fake.
 
-    Yields the model's own tensors by the identity of their fakes.
+    Yields the model's own tensors by the identity of their fakes; the dict is empty afterwards, or whoever keeps a recording would
+    keep weights in memory that this process may give away.
     """
     made: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -61,4 +62,6 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
         for module in model.modules():
             if not isinstance(module, torch.jit.ScriptModule):
                 stack.enter_context(override_tables(module, replacement))
-        yield {id(fake): tensor for tensor, fake in made.values()}
+        real = {id(fake): tensor for tensor, fake in made.values()}
+        stack.callback(real.clear)
+        yield real
