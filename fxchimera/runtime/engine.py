@@ -114,7 +114,10 @@ class Engine:
         buffers = dict(model.named_buffers(remove_duplicate=False))
         read = dict.fromkeys(name for graph in program.graphs for name in graph.attributes if name in buffers)
         if not local:
-            drop_unowned(model, set(map(id, self.owned.values())))
+            dropped = drop_unowned(model, set(map(id, self.owned.values())))
+            for replica in (replica for executor in self.executors for replica in executor.replicas.values()):
+                replica.release(dropped)
+            del dropped
         self._inspection = Inspection(model, read)
         self._crew = Crew(self.executors, world.failure)
         # also at interpreter exit: a helper thread that is still in a blocking call then would abort the process

@@ -74,12 +74,22 @@ def _to(tensor: torch.Tensor, device: torch.device) -> None:
         tensor.grad = gradient.to(device)
 
 
-def drop_unowned(model: nn.Module, owned: set[int]) -> None:
-    """Replace the parameters whose ``id`` is not in ``owned`` by meta tensors, keeping ties."""
+def drop_unowned(model: nn.Module, owned: set[int]) -> list[nn.Parameter]:
+    """Replace the parameters whose ``id`` is not in ``owned`` by meta tensors, keeping ties; returns what was replaced.
+
+    Whoever knows these by their ``id`` has to forget them before they are freed and others get the same.
+    """
+    dropped = []
     replaced: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None or id(parameter) in owned or parameter.is_meta:
                 continue
             meta = torch.empty_like(parameter, device="meta")
-            module._parameters[name] = replaced.setdefault(id(parameter), nn.Parameter(meta, requires_grad=parameter.requires_grad))
+            stand_in = replaced.setdefault(id(parameter), nn.Parameter(meta, requires_grad=parameter.requires_grad))
+            dropped.append(parameter)
+            if isinstance(module, nn.RNNBase):
+                setattr(module, name, stand_in)  # has a list of its parameters that has to follow
+            else:
+                module._parameters[name] = stand_in
+    return dropped

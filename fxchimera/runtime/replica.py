@@ -81,8 +81,7 @@ class Replica:
         self.buffers = self._buffers.values
         self._mirror_places = [(name, *place_of(model, self._aliases[name])) for name in self.mirrored]
         self.deltas: dict[int, dict[str, Delta]] = {}
-        self._model = model
-        self._device = device
+        self._model, self._device = model, device
         self._clones = nn.Module() if self.mirrored or pipe else None
         self._memo: dict[int, Any] = {}
         self._follower = Follower(self._memo)
@@ -203,6 +202,11 @@ class Replica:
         if parts is not None:
             with self._turns.adding(microbatch), without_autocast():
                 parts.weight_part()
+
+    def release(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Keep nothing of parameters that are no longer the model's: neither their memory nor the numbers they went by."""
+        for parameter in parameters:
+            self._memo.pop(id(parameter), None)
 
     def forget(self) -> None:
         """Drop everything in flight, after a failure."""

@@ -31,7 +31,7 @@ HOOK_TABLES = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-_TORCHS_OWN = frozenset(vars(nn.Module()))
+_TORCHS_OWN = frozenset((*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"))  # the latter: an RNN's own parameters again
 _LOOKED_AT = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (bool, int, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _OPTIONS = ("Config", "Configuration", "Options", "Args", "Namespace")
