@@ -15,10 +15,18 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler to build the accelerator with")
-@pytest.mark.parametrize("chosen", ["not matrix", pytest.param("matrix", marks=pytest.mark.matrix)])
-def test_on_two_devices_made_of_host_memory(chosen):
-    options = ["-q", "-x", "-m", chosen, "-p", "no:xdist", "-p", "no:cacheprovider"]
-    run("pytest", "tests/device", *options)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("where", "chosen"),
+    [
+        ("", "not matrix"),
+        pytest.param("test_placement.py", "matrix", marks=pytest.mark.matrix),
+        pytest.param("test_streams.py", "matrix", marks=pytest.mark.matrix),
+        pytest.param("test_zoo.py", "matrix", marks=pytest.mark.matrix),
+    ],
+)
+def test_on_two_devices_made_of_host_memory(where, chosen):
+    run("pytest", f"tests/device/{where}", "-q", "-x", "-m", chosen, "-p", "no:xdist", "-p", "no:cacheprovider")
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler to build the accelerator with")
@@ -33,5 +41,5 @@ def run(*arguments: str) -> None:
     paths = os.pathsep.join([str(ROOT), str(ROOT / "passes")])
     surroundings = os.environ | {"FXCHIMERA_TWIN": "1", "PYTHONPATH": paths}
     command = [sys.executable, "-m", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]

@@ -13,11 +13,8 @@ import fxchimera
 from fxchimera.runtime.moving import move_model
 from tests.device.models import Blocks, Tied, batch
 from tests.device.twin import DEVICES
-from tests.local.wrapped import step, wrap
-from tests.models import bert, gpt2, masked_rotary, mlp, nn_transformer, resnet, skip, tied, vit
-from tests.parity import Outcome, assert_close, gradients_of
+from tests.parity import gradients_of
 
-MODELS = (mlp, gpt2, bert, vit, nn_transformer, resnet, skip, masked_rotary, tied)
 TURN = [DEVICES[rank % 2] for rank in range(4)]
 
 
@@ -237,20 +234,3 @@ def test_a_checkpoint_of_the_cpu_goes_on_on_devices(tmp_path):
         assert_alike(pipe._model, plain._model)
         ours.step()
         pipe.save(tmp_path, optimizer=ours)
-
-
-@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
-@pytest.mark.parametrize("schedule", ["chimera", "zbv"])
-@pytest.mark.matrix
-def test_models_under_vector_clocks(make, schedule):
-    found = []
-    torch.ops.twin.check(True)
-    for devices in (TURN, "cpu"):
-        example = make(batch=8, dropout=0.1, dtype=torch.float64)
-        with wrap(example, 4, 4, schedule, devices=devices) as pipe:
-            step(pipe, example)
-            found.append(step(pipe, example))
-    assert not torch.ops.twin.faults()
-    torch.ops.twin.check(False)
-    there = {name: None if gradient is None else gradient.cpu() for name, gradient in found[0].gradients.items()}
-    assert_close(Outcome(found[0].loss, there), found[1], 1e-9)

@@ -91,7 +91,10 @@ def test_without_waits_late_streams_do_change_something(monkeypatch):
     late = Late(0.5, 4096)
     late.deaf = True
     monkeypatch.setattr("fxchimera.runtime.devices.TorchAccelerator", lambda: late)
-    found = outcomes(Blocks(), "chimera", steps=2)
+    try:
+        found = outcomes(Blocks(), "chimera", steps=2)
+    except fxchimera.FxChimeraError:  # a loss of what happened to be in memory may be nan
+        return
     assert not all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
