@@ -39,7 +39,7 @@ def assert_alike(found: nn.Module, expected: nn.Module) -> None:
     ("schedule", "devices"),
     [
         pytest.param("chimera", TURN),
-        pytest.param("zbv", DEVICES[1]),
+        pytest.param("zbv", DEVICES[1], marks=pytest.mark.matrix),
         pytest.param("1f1b", TURN, marks=pytest.mark.matrix),
         pytest.param("zbv", TURN, marks=pytest.mark.matrix),
         pytest.param("dualpipe", TURN, marks=pytest.mark.matrix),
@@ -114,6 +114,7 @@ def test_the_timeline_is_that_of_the_devices():
         assert 0 < found.makespan < 60
 
 
+@pytest.mark.matrix
 def test_state_dicts_and_verify():
     x, y = batch()
     model = Blocks()

@@ -48,7 +48,7 @@ def train(model: nn.Module, schedule: str, devices=TURN, n: int = 8, steps: int 
     ("schedule", "devices"),
     [
         pytest.param("chimera", TURN),
-        pytest.param("zbv", DEVICES[0]),
+        pytest.param("zbv", DEVICES[0], marks=pytest.mark.matrix),
         pytest.param("chimera", DEVICES[0], marks=pytest.mark.matrix),
         pytest.param("1f1b", TURN, marks=pytest.mark.matrix),
         pytest.param("1f1b", DEVICES[0], marks=pytest.mark.matrix),
@@ -110,11 +110,11 @@ class Faulty(TorchAccelerator):
         pytest.param(("handover", "receive", "wait"), id="a message is read before it is written"),
         pytest.param(("handover", "pass_on", "wait"), id="a message is copied before it is computed"),
         pytest.param(("feed", "take", "wait"), id="inputs are read before they arrive"),
-        pytest.param(("lanes", "entered", "wait"), id="a step begins before the optimizer ends"),
+        pytest.param(("lanes", "entered", "wait"), id="a step begins before the optimizer ends", marks=pytest.mark.matrix),
         pytest.param(("lanes", "call", "wait"), id="the optimizer begins before the step ends"),
         pytest.param(("handover", "_copy", "keep"), id="what is sent is freed before it is copied"),
-        pytest.param(("handover", "receive", "keep"), id="what is received is freed before it is read"),
-        pytest.param(("feed", "take", "keep"), id="inputs are freed before they are read"),
+        pytest.param(("handover", "receive", "keep"), id="what is received is freed before it is read", marks=pytest.mark.matrix),
+        pytest.param(("feed", "take", "keep"), id="inputs are freed before they are read", marks=pytest.mark.matrix),
     ],
 )
 def test_a_call_that_is_left_out_is_noticed(place, monkeypatch):
