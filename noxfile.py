@@ -107,7 +107,7 @@ def gpu(session: nox.Session) -> None:
         session.skip("there is no nvidia-smi, so no CUDA device")
     install(session, "tests")
     folder = session.create_tmp()
-    surroundings = {**ONE_THREAD, "FXCHIMERA_ARTIFACTS": folder}
+    surroundings = {**ONE_THREAD, "FXCHIMERA_GPU": "1", "FXCHIMERA_ARTIFACTS": folder}
     session.run("pytest", "-m", "cuda", *(session.posargs or ["tests/gpu"]), env=surroundings)
     found = Path(folder, "messages.txt")
     session.log(f"{found.read_text() if found.exists() else ''}; the step's picture and its trace for Perfetto are in {folder}")

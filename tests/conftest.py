@@ -9,6 +9,8 @@ from hypothesis import settings
 
 # Bitwise comparisons need equal thread counts, in this process and in those it starts; read when torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if "FXCHIMERA_GPU" not in os.environ:  # a pipeline would take the GPUs that it sees; only `nox -s gpu` wants that
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 # Errors that the tests ask for leave reports; these are nobody's.
 os.environ.setdefault("FXCHIMERA_REPORTS", tempfile.mkdtemp(prefix="fxchimera-test-reports-"))

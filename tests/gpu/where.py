@@ -20,7 +20,9 @@ if MIMIC and not torch.accelerator.is_available():
     load()
 NEEDED = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not MIMIC and not torch.cuda.is_available(), reason="torch finds no CUDA device"),
+    pytest.mark.skipif(
+        not MIMIC and not torch.cuda.is_available(), reason="torch finds no CUDA device, or FXCHIMERA_GPU is not set (nox -s gpu)"
+    ),
 ]
 
 
