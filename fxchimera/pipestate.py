@@ -58,7 +58,9 @@ class StatefulPipeline:
         """Write a checkpoint, every rank what it owns; the folder's earlier one stays whole until this one is complete.
 
         The model is stored as safetensors with the index that transformers writes, so ``pipeline(..., checkpoint=folder)``,
-        ``from_pretrained`` and others read it too.  The optimizer's state is stored by parameter name.
+        ``from_pretrained`` and others read it too.  The optimizer's state is stored by parameter name.  Those who have
+        ``torch.distributed.checkpoint`` in use can hand it ``state_dict(full=False)``; it neither replaces a checkpoint at one
+        moment nor reads its metadata without running pickled code.
 
         Args:
             folder: Made if need be; the ranks must share its file system.
