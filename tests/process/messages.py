@@ -14,6 +14,7 @@ import torch
 
 from fxchimera.runtime.distributed import DistributedTransport
 from fxchimera.runtime.failure import Limits
+from fxchimera.runtime.layout import Layout
 from fxchimera.runtime.message import Key
 from fxchimera.runtime.position import Position
 from fxchimera.runtime.transport import Expected
@@ -32,7 +33,7 @@ SIZES = (1, 7, 300, 20_000, 40_000)  # numbers of 4 bytes each
 
 def walk(ranks: int, seeds: range) -> tuple[int, int]:
     """Go through one random order for each seed; return how many messages this rank received, and how many were wrong."""
-    world = make_world(ranks, Limits(30.0))
+    world = make_world(Layout.of(ranks, None, "compact", None, "pp"), Limits(30.0))
     placements = [_placement(ranks, random.Random(seed)) for seed in seeds]
     channels = sorted({(a, b, flow) for a in range(ranks) for b in range(ranks) if a != b for flow in FLOWS})
     transport = DistributedTransport(world.ranks[0], channels, world.failure)
