@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import _thread
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -75,8 +76,17 @@ def test_an_error_in_the_loss_function_names_its_place() -> None:
             pipe.step(x, target=y)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises, also in the background job of a shell, which begins with ignoring it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("where", ["in a rank", "in the caller"])
 @pytest.mark.parametrize("stages", [1, 4])
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_stays_what_it_is_and_leaves_nothing(where: str, stages: int) -> None:
     """No threads after close, and the gradients of before."""
     x, y = data(8)

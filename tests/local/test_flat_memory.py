@@ -117,7 +117,7 @@ def test_a_hundred_steps_leave_no_object(schedule: str) -> None:
         train(1)
         tracemalloc.start()
         try:
-            train(50)
+            train(150)  # free lists of the interpreter fill up
             before, python = live(), tracemalloc.get_traced_memory()[0]
             train(100)
             assert live() == before
