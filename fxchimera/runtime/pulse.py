@@ -111,10 +111,10 @@ class Pulse:
         why = _verdict(last.identity, silence) if last is not None and last.identity is not None else None
         return None if why is None or last is None else f"{why}; it was at: {last.where()}"
 
-    def stop(self) -> None:
-        """End the beats: this process leaves of its own will."""
+    def stop(self, seconds: float | None = None) -> None:
+        """End the beats: this process leaves of its own will; ``seconds`` is how long the last beat may take."""
         self._stopped.set()
-        self._thread.join(timeout=2 * _PERIOD_SECONDS)
+        self._thread.join(timeout=2 * _PERIOD_SECONDS if seconds is None else seconds)
         for last in list(self._heard.values()):
             last.forget()
 

@@ -83,13 +83,14 @@ class SharedFailure(Failure):
     def stop(self) -> None:
         """End the watcher and the pulse."""
         self._stopped.set()
-        self._pulse.stop()
+        self._pulse.stop(None if self.cause is None else _POLL_SECONDS)
         assert self.place is not None
         self.place.remove()
         if self._watcher.is_alive() and not self._lost.is_set():
             with contextlib.suppress(Exception):  # without the store the watcher has ended
                 self.store.set(_NEWS.format(self._rank), "")
-        self._watcher.join(timeout=GRACE_SECONDS)
+        # after a failure the store may be frozen, and the watcher in it
+        self._watcher.join(timeout=GRACE_SECONDS if self.cause is None else _POLL_SECONDS)
 
     def _watch(self) -> None:
         try:
