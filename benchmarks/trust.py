@@ -118,7 +118,7 @@ def leaks(pool: Pool, count: int) -> Iterator[Row]:
         "processes": max(pool.run(2, cycles, count, 2, "chimera", limit=600.0), key=lambda one: one.resident),
     }
     for kind, found in left.items():
-        yield Row("G6", f"{kind}: threads and open files more than before", count, found.threads + found.files, 0, "")
+        yield Row("G6", f"{kind}: threads and open files more than before", count, len(found.threads) + len(found.files), 0, "")
         yield Row("G6", f"{kind}: resident memory more than before", count, found.resident / 1e6, 5.0, "MB")
 
 

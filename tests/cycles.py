@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch.nn.functional as F
 
+from fxchimera.runtime.pulse import Pulse
+from fxchimera.runtime.sharedfailure import SharedFailure
 from tests.local.toys import WIDTH, chain, data, seeded
 from tests.local.wrapped import step, wrap
 from tests.models import Example
 
-__all__ = ["Left", "cycles"]
+__all__ = ["Left", "cycles", "late_threads"]
 
 _WARM = 3  # cycles, and a quarter of those that count, fill the caches of torch, the allocator and the interpreter
+_END_SECONDS = 10.0  # for a thread that has been told to end; on a busy machine it may not have run yet
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """How much more there is after the cycles than before: threads, open files, and resident bytes."""
+    """What there is after the cycles that was not there before: the names of threads and of open files, and resident bytes."""
 
-    threads: int
-    files: int
+    threads: tuple[str, ...]
+    files: tuple[str, ...]
     resident: int
 
 
@@ -32,11 +40,35 @@ def cycles(count: int, stages: int, schedule: str) -> Left:
     """Make a pipeline, take a step and close it, ``count`` times."""
     for _ in range(_WARM + count // 4):
         _cycle(stages, schedule)
-    before = _now()
+    threads, files, resident = set(threading.enumerate()), _files(), _resident()
     for _ in range(count):
         _cycle(stages, schedule)
-    after = _now()
-    return Left(*(now - then for now, then in zip(after, before, strict=True)))
+    started = _after(threads)
+    more = _resident() - resident
+    return Left(tuple(sorted(thread.name for thread in started)), tuple(sorted(_files() - files)), more)
+
+
+def late_threads(seconds: float) -> tuple[str, ...]:
+    """As :func:`cycles`, once, with the threads of the failure channel of all but rank 0 running only after ``seconds``: the names of those left."""
+    before = set(threading.enumerate())
+    pulse, watcher = Pulse._run, SharedFailure._watch
+
+    def later(run: Callable[[Any], None]) -> Callable[[Any], None]:
+        late = os.environ["RANK"] != "0"
+        return lambda channel: (time.sleep(seconds if late else 0.0), run(channel))[1]
+
+    with patch.object(Pulse, "_run", later(pulse)), patch.object(SharedFailure, "_watch", later(watcher)):
+        _cycle(2, "chimera")
+    gc.collect()  # rank 0's store goes
+    return tuple(sorted(thread.name for thread in _after(before)))
+
+
+def _after(before: set[threading.Thread]) -> set[threading.Thread]:
+    """The threads that are left."""
+    deadline = time.monotonic() + _END_SECONDS
+    while (started := set(threading.enumerate()) - before) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return started
 
 
 def _cycle(stages: int, schedule: str) -> None:
@@ -46,7 +78,16 @@ def _cycle(stages: int, schedule: str) -> None:
         step(pipe, example)
 
 
-def _now() -> tuple[int, int, int]:
+def _files() -> set[str]:
+    """The open files, each as what it is: a path, or a socket with a number of its own."""
     gc.collect()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return threading.active_count(), len(os.listdir("/proc/self/fd")), pages * os.sysconf("SC_PAGE_SIZE")
+    found = set()
+    for handle in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing itself was one of them
+            found.add(os.readlink(f"/proc/self/fd/{handle}"))
+    return found
+
+
+def _resident() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -62,7 +62,7 @@ class Pulse:
     """The beats of one process, and its watch over the others.
 
     Args:
-        store: The failure store, which process 0 hosts; the pulse makes connections of its own to it.
+        store: The failure store, which process 0 hosts; the pulse makes a connection of its own to it.
         process: The number of this process.
         size: How many processes there are.
         place: Where this process writes down what it is doing.
@@ -80,7 +80,9 @@ class Pulse:
         publish: Callable[[int, str], object],
         note: Callable[[int, str], object],
     ) -> None:
-        self._address = store.host, store.port
+        # the connection is made here and not by the thread, which may first run when process 0 and its store have left already
+        self._store = TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+        self._store.set_timeout(_EVER)
         self._process, self._size = process, size
         self._place, self._publish, self._note = place, publish, note
         self._own, self._count = Identity.own(), 0
@@ -124,23 +126,22 @@ class Pulse:
 
     def _run(self) -> None:
         with contextlib.suppress(Exception):  # the store is gone: the watcher of the failure says so
-            store = TCPStore(*self._address, is_master=False, wait_for_workers=False, timeout=_EVER)
             while not self._stopped.wait(_PERIOD_SECONDS):
-                store.set(_BEAT.format(self._process), self._beat())
+                self._store.set(_BEAT.format(self._process), self._beat())
                 if self._process == 0 or len(self._heard) < self._size:
-                    self._listen(store)
+                    self._listen()
                 else:
-                    store.get(_BEAT.format(0))
+                    self._store.get(_BEAT.format(0))
                 self._answered = time.monotonic()
                 self._miss_launcher()
-            store.set(_BEAT.format(self._process), _LEFT)
+            self._store.set(_BEAT.format(self._process), _LEFT)
 
-    def _listen(self, store: TCPStore) -> None:
+    def _listen(self) -> None:
         """Read the beats of all who have joined; process 0 reports the first process that is not well."""
         now = time.monotonic()
         away = now - self._answered > _AWAY_SECONDS
-        there = [process for process in range(self._size) if process in self._heard or store.check([_BEAT.format(process)])]
-        beats = store.multi_get([_BEAT.format(process) for process in there])
+        there = [process for process in range(self._size) if process in self._heard or self._store.check([_BEAT.format(process)])]
+        beats = self._store.multi_get([_BEAT.format(process) for process in there])
         for process, beat in zip(there, map(bytes.decode, beats), strict=True):
             last = self._heard.get(process)
             if last is None or last.beat != beat or away:
@@ -148,17 +149,16 @@ class Pulse:
             if self._process != 0 or process == 0:
                 continue
             why = self.fate_of(process, now - last.when)
-            if why is not None and not self._has_left(store, process):
+            if why is not None and not self._has_left(process):
                 self._publish(process, why)
                 last.forget()
                 self._stopped.set()
                 return
 
-    @staticmethod
-    def _has_left(store: TCPStore, process: int) -> bool:
+    def _has_left(self, process: int) -> bool:
         """Whether a process that seems gone has said so meanwhile."""
         time.sleep(_LAST_WORD_SECONDS)
-        return bool(store.get(_BEAT.format(process)).decode() == _LEFT)
+        return bool(self._store.get(_BEAT.format(process)).decode() == _LEFT)
 
     def _miss_launcher(self) -> None:
         if self._parent is not None and os.getppid() != self._parent:

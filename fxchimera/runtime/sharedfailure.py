@@ -42,6 +42,8 @@ class SharedFailure(Failure):
         self._stopped, self._lost = threading.Event(), threading.Event()
         self.place = Place()
         self._pulse = Pulse(store, self._rank, self._size, self.place, publish=self._publish, note=self._note)
+        # a connection of its own: another thread's call would wait until the news are there
+        self._wire = TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
         self._watcher = threading.Thread(target=self._watch, name="fxchimera-failures", daemon=True)
         self._watcher.start()
 
@@ -94,11 +96,9 @@ class SharedFailure(Failure):
 
     def _watch(self) -> None:
         try:
-            # a connection of its own: another thread's call would wait until the news are there
-            store = TCPStore(self.store.host, self.store.port, is_master=False, wait_for_workers=False)
-            store.wait([_NEWS.format(self._rank)], _EVER)
+            self._wire.wait([_NEWS.format(self._rank)], _EVER)
             if not self._stopped.is_set():
-                rank, _, text = store.get(_CAUSE).decode().partition("\n")
+                rank, _, text = self._wire.get(_CAUSE).decode().partition("\n")
                 super().report(Cause(int(rank), text))
         except Exception as error:
             self._lost.set()

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="the
 @pytest.mark.parametrize(("count", "most_bytes"), [(5, 5e6), pytest.param(100, 5e6, marks=pytest.mark.torture)])
 def test_nothing_is_left(count: int, most_bytes: float) -> None:
     left = cycles(count, 4, "chimera")
-    assert (left.threads, left.files) == (0, 0)
+    assert (left.threads, left.files) == ((), ())
     assert left.resident < most_bytes
 
 
