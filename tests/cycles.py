@@ -49,7 +49,10 @@ def cycles(count: int, stages: int, schedule: str) -> Left:
 
 
 def late_threads(seconds: float) -> tuple[str, ...]:
-    """As :func:`cycles`, once, with the threads of the failure channel of all but rank 0 running only after ``seconds``: the names of those left."""
+    """As :func:`cycles`, once, with the failure channel's threads first running after ``seconds``, except on rank 0.
+
+    Returns the names of the threads that are left.
+    """
     before = set(threading.enumerate())
     pulse, watcher = Pulse._run, SharedFailure._watch
 
