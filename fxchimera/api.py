@@ -74,6 +74,7 @@ def pipeline(
     devices: DeviceLike | Sequence[DeviceLike] | None = None,
     batch_norm: BatchNorm = "each",
     wait_seconds: float = 600.0,
+    slow_seconds: float = 10.0,
 ) -> Pipeline:
     """Wrap ``model`` so that it trains on ``num_stages`` ranks, or, by several pipelines side by side, on a multiple of that.
 
@@ -142,6 +143,8 @@ def pipeline(
         batch_norm: Each micro-batch is normalised by its own statistics.  The running ones are updated by "each", as in a plain
             loop over micro-batches, with a warning that names the layers, or "deferred": once a step, by the whole batch's.
         wait_seconds: How long a rank waits for one message before it raises.
+        slow_seconds: How long a rank waits for others before it says so in torch's manner, once for each wait: a warning of the
+            logger "fxchimera" that names the slow rank and its action.  The first step, which may compile, is left alone.
 
     Warns:
         CoarseCutWarning: The model has fewer pieces than stages, so that some ranks compute nothing.
@@ -159,7 +162,8 @@ def pipeline(
     compiler = compiler_of(compile, recompute=recompute, profile=profile)
     if parallelize is not None:
         refuse_parallelize(compile=compiler is not None, profile=profile, recompute=recompute)
-    world = make_world(Layout.of(num_stages, data_parallel, rank_placement, device_mesh, pipeline_dim), Limits(wait_seconds))
+    layout = Layout.of(num_stages, data_parallel, rank_placement, device_mesh, pipeline_dim)
+    world = make_world(layout, Limits(wait_seconds, slow_seconds))
     try:
         world.devices = choose_devices(devices, num_stages, world.ranks)
         specs = ChunkSpecs(args=args_chunk_spec, kwargs=kwargs_chunk_spec, target=target_chunk_spec)

@@ -150,6 +150,7 @@ class _Incoming(_End):
 
     def __init__(self, channel: Channel, wire: socket.socket, failure: Failure, peer: int, room: int) -> None:
         super().__init__(channel, wire, failure, peer)
+        self._awaited = failure.message(*channel[:2])
         self.pool = ReceivePool(room + 1 if channel[2] not in _RARE else 0)
         self._due: deque[tuple[Expected, bool]] = deque()  # and whether the helper reads it
         self._arrived: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
@@ -179,7 +180,7 @@ class _Incoming(_End):
         expected, ahead = self._due.popleft()
         if expected.key is not key and expected.key != key:
             raise PipelineError(f"{what}: expected {key}, but {expected.key} was announced in its place")
-        buffer = self._failure.wait(self._arrived, what) if ahead else self._read_now(expected, what)
+        buffer = self._failure.wait(self._arrived, what, self._awaited) if ahead else self._read_now(expected, what)
         payload = expected.form.unpack(key, buffer.memory, buffer.bytes)
         buffer.taken = False
         return payload
@@ -196,7 +197,8 @@ class _Incoming(_End):
 
     def _read_now(self, expected: Expected, what: object) -> Buffer:
         try:
-            return self._read(expected, self._failure.patience(what))
+            with self._failure.patience(what, awaited=self._awaited) as between:
+                return self._read(expected, between)
         except OSError as error:
             raise self.broken(error).error() from error
 

@@ -119,6 +119,7 @@ class Engine:
                 replica.release(dropped)
             del dropped
         self._inspection = Inspection(model, read)
+        self._ran: dict[bool, weakref.WeakSet[Program]] = {True: weakref.WeakSet(), False: weakref.WeakSet()}
         self._crew = Crew(self.executors, world.failure)
         # also at interpreter exit: a helper thread that is still in a blocking call then would abort the process
         self._finalizer = weakref.finalize(self, _close, self._crew, self._transports, world)
@@ -139,6 +140,8 @@ class Engine:
         Raises:
             PipelineError: A rank failed.
         """
+        ran = self._ran[job.train]
+        self.world.failure.watchful = all(program in ran for program in job.programs)  # a stage may compile in its first job
         always = not all(program.captured.cache for program in job.programs)
         with without_cache(self._model, always=always):  # as recorded; closed modules read their configuration in every forward
             torch.clear_autocast_cache()  # holds the weights of an earlier step, if the caller's region spans several
@@ -147,6 +150,8 @@ class Engine:
                 results = self.lanes.call(self._crew, lambda executor: executor.run(job))
             finally:
                 torch.clear_autocast_cache()
+        ran.update(job.programs)
+        self.world.failure.watchful = True
         events = sorted((e for result in results for e in result.events), key=lambda e: (e.start, e.rank, e.end))
         return results, Timeline(f"{job.order.name} (measured)", self.placement, tuple(events))
 

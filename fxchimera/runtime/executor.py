@@ -83,8 +83,7 @@ class Executor:
                 for cue in script.cues:
                     if failure.cause is not None:
                         failure.check()
-                    if failure.place is not None:
-                        failure.place.write(cue.position.label)
+                    failure.mark(self.rank, cue.position.label)
                     run.act(cue)
             run.finish()
         except Exception as error:
@@ -94,8 +93,7 @@ class Executor:
             raise
         finally:
             self.recent.extend(run.result.events)
-            if failure.place is not None:
-                failure.place.write(IDLE)
+            failure.mark(self.rank, IDLE)
         return run.result
 
     def _blame(self, error: BaseException, run: _Run) -> PipelineError:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from fxchimera.errors import PipelineError
 from fxchimera.runtime.grid import Grid
-from fxchimera.runtime.place import Place
+from fxchimera.runtime.patience import Awaited, Patience
+from fxchimera.runtime.place import IDLE
 
 __all__ = ["NAP_SECONDS", "Cause", "Failure", "Limits"]
 
@@ -27,9 +26,10 @@ NAP_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long a rank waits for one message before it gives up, in seconds."""
+    """How long a rank waits for one message before it gives up, and before it tells so in the log, in seconds."""
 
     wait_seconds: float = 600.0
+    slow_seconds: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +47,17 @@ class Cause:
 class Failure:
     """The cause of a failure as one process sees it; set once, by whoever is first.
 
-    ``place`` is where a rank that is a process writes down what it does.
+    It also knows where its members are, which are ranks that are threads, or processes.  While it is ``watchful``, long waits are
+    told about: not before a step has been taken, as planning, recording and compiling take their time.
     """
-
-    place: Place | None = None
 
     def __init__(self, limits: Limits, grid: Grid | None = None) -> None:
         self.limits = limits
         self.grid = grid or Grid.of_threads(1)
+        self.watchful = False
         self._lock = threading.Lock()
         self._cause: Cause | None = None
+        self._words: dict[int, bytes] = {}
 
     @property
     def cause(self) -> Cause | None:
@@ -93,35 +94,47 @@ class Failure:
         """Say what has become of a process; None when nothing is wrong, or nothing known."""
         return None
 
-    def patience(self, what: object, seconds: float | None = None) -> Callable[[], None]:
-        """Return what a rank that waits calls between its naps; the text of ``what`` says who waits.
+    def mark(self, member: int, words: bytes) -> None:
+        """Write down where a member of this process is; ``words`` is a :func:`~fxchimera.runtime.place.label`."""
+        self._words[member] = words
 
-        It raises :class:`PipelineError` when another rank has failed, or ``seconds`` (else the usual limit) have passed.
+    def words(self, member: int) -> str | None:
+        """What a member has written down; None when that is not known."""
+        return self._words.get(member, IDLE).decode(errors="replace").rstrip()
+
+    def names(self) -> dict[str, int]:
+        """All members by name."""
+        return {f"rank {rank}": rank for rank in range(self.grid.depth)}
+
+    def inquire(self) -> None:
+        """Ask for the words of those that are on other machines."""
+
+    def message(self, source: int, destination: int) -> Awaited:
+        """A rank of this process's pipeline waits for another's message."""
+        return Awaited(destination, (source,))
+
+    def blame(self, member: int, text: str) -> PipelineError:
+        """Make all ranks fail, because of one; returns the error to raise."""
+        return self.report(self.cause_in(member, text)).error()
+
+    def patience(self, what: object, seconds: float | None = None, awaited: Awaited | None = None) -> Patience:
+        """Return what a rank that waits, for ``seconds`` or else the usual limit, calls between its naps.
+
+        The text of ``what`` says who waits.
         """
-        limit = self.limits.wait_seconds if seconds is None else seconds
-        deadline = time.monotonic() + limit
+        where = f"pipeline {self.grid.pipeline}, {what}" if self.grid.width > 1 else what
+        limits = self.limits
+        return Patience(self, where, limits.wait_seconds if seconds is None else seconds, limits.slow_seconds, awaited)
 
-        def between() -> None:
-            self.look()
-            self.check()
-            if time.monotonic() > deadline:
-                where = f"pipeline {self.grid.pipeline}, " if self.grid.width > 1 else ""
-                raise PipelineError(
-                    f"{where}{what} has waited {limit:g} s; the sender is slow or gone. A longer limit is "
-                    "set by pipeline(..., wait_seconds=)"
-                )
-
-        return between
-
-    def wait(self, source: queue.SimpleQueue[_T], what: object, seconds: float | None = None) -> _T:
+    def wait(self, source: queue.SimpleQueue[_T], what: object, awaited: Awaited | None = None) -> _T:
         """Take the next item of ``source``; see :meth:`patience`.
 
         Raises:
             PipelineError: Another rank has failed meanwhile, or the limit has passed.
         """
-        between = self.patience(what, seconds)
-        while True:
-            try:
-                return source.get(timeout=NAP_SECONDS)
-            except queue.Empty:
-                between()
+        with self.patience(what, awaited=awaited) as between:
+            while True:
+                try:
+                    return source.get(timeout=NAP_SECONDS)
+                except queue.Empty:
+                    between()

@@ -21,6 +21,7 @@ from fxchimera.runtime.failure import Failure
 from fxchimera.runtime.lanes import Lane, Lanes
 from fxchimera.runtime.local import LocalTransport
 from fxchimera.runtime.message import Key, Payload
+from fxchimera.runtime.patience import Awaited
 from fxchimera.runtime.streams import is_host
 from fxchimera.runtime.transport import Channel, Expected, Transport
 from fxchimera_passes.captured import TensorMeta
@@ -33,9 +34,10 @@ _Handed = tuple[Key, Payload, torch.Event]
 class _Line:
     """One channel: its queue, and its stream on either device (the same one if both ranks share a device)."""
 
-    def __init__(self, source: Lane, destination: Lane, *, written: bool) -> None:
+    def __init__(self, source: Lane, destination: Lane, awaited: Awaited, *, written: bool) -> None:
         self.source, self.destination = source, destination
         self.queue: queue.SimpleQueue[_Handed] = queue.SimpleQueue()
+        self.awaited = awaited
         self.here = source.accelerator.stream(source.device)
         self.shared = source.device == destination.device
         self.there = self.here if self.shared else source.accelerator.stream(destination.device)
@@ -86,7 +88,7 @@ class StreamTransport:
 
     def __init__(self, channels: Iterable[Channel], lanes: Lanes, failure: Failure) -> None:
         self._failure = failure
-        self._lines = {c: _Line(lanes[c[0]], lanes[c[1]], written=c[2].endswith("F")) for c in channels}
+        self._lines = {c: _Line(lanes[c[0]], lanes[c[1]], failure.message(*c[:2]), written=c[2].endswith("F")) for c in channels}
 
     def post(self, expected: Sequence[Expected]) -> None:
         """Nothing to prepare: a queue takes what comes."""
@@ -103,7 +105,7 @@ class StreamTransport:
     def receive(self, channel: Channel, key: Key, what: object) -> Payload:
         """Take the next message of the channel; the rank's stream waits until it has been written."""
         line = self._lines[channel]
-        found, payload, arrived = self._failure.wait(line.queue, what)
+        found, payload, arrived = self._failure.wait(line.queue, what, line.awaited)
         if found != key:
             raise PipelineError(f"{what}: expected {key}, but {found} arrived in its place")
         accelerator, compute = line.destination.accelerator, line.destination.compute

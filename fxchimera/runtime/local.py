@@ -21,7 +21,8 @@ class LocalTransport:
 
     def __init__(self, channels: Iterable[Channel], failure: Failure) -> None:
         self._failure = failure
-        self._queues: dict[Channel, queue.SimpleQueue[tuple[Key, Payload]]] = {c: queue.SimpleQueue() for c in channels}
+        self._awaited = {channel: failure.message(*channel[:2]) for channel in channels}
+        self._queues: dict[Channel, queue.SimpleQueue[tuple[Key, Payload]]] = {c: queue.SimpleQueue() for c in self._awaited}
 
     def post(self, expected: Sequence[Expected]) -> None:
         """Nothing to prepare: a queue takes what comes."""
@@ -36,7 +37,7 @@ class LocalTransport:
 
     def receive(self, channel: Channel, key: Key, what: object) -> Payload:
         """Take the next message of the channel."""
-        found, payload = self._failure.wait(self._queues[channel], what)
+        found, payload = self._failure.wait(self._queues[channel], what, self._awaited[channel])
         if found != key:
             raise PipelineError(f"{what}: expected {key}, but {found} arrived in its place")
         return payload

@@ -25,7 +25,7 @@ class LocalWorld:
         self.process = 0
         self.num_processes = 1
         self.devices = HOST
-        self.failure = Failure(limits)
+        self.failure = Failure(limits, self.grid)
 
     def gather(self, value: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Return the only process's value."""

@@ -88,6 +88,7 @@ class Pulse:
         self._own, self._count = Identity.own(), 0
         self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._stopped = threading.Event()
+        self._asked = False
         self._answered = self._looked = time.monotonic()
         self._since = self._answered
         store.set(_BEAT.format(process), self._beat())
@@ -113,6 +114,15 @@ class Pulse:
         why = _verdict(last.identity, silence) if last is not None and last.identity is not None else None
         return None if why is None or last is None else f"{why}; it was at: {last.where()}"
 
+    def words(self, process: int) -> str | None:
+        """What a process says it is doing; None when it has not been heard, or has left."""
+        last = self._heard.get(process)
+        return None if last is None or last.identity is None else last.where()
+
+    def inquire(self) -> None:
+        """Listen once more to all others; on one machine :meth:`words` knows without."""
+        self._asked = True
+
     def stop(self, seconds: float | None = None) -> None:
         """End the beats: this process leaves of its own will; ``seconds`` is how long the last beat may take."""
         self._stopped.set()
@@ -128,7 +138,8 @@ class Pulse:
         with contextlib.suppress(Exception):  # the store is gone: the watcher of the failure says so
             while not self._stopped.wait(_PERIOD_SECONDS):
                 self._store.set(_BEAT.format(self._process), self._beat())
-                if self._process == 0 or len(self._heard) < self._size:
+                if self._process == 0 or self._asked or len(self._heard) < self._size:
+                    self._asked = False
                     self._listen()
                 else:
                     self._store.get(_BEAT.format(0))

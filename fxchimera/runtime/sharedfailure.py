@@ -16,6 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from fxchimera.runtime.addresses import own_address
 from fxchimera.runtime.failure import Cause, Failure, Limits
 from fxchimera.runtime.grid import Grid
+from fxchimera.runtime.patience import Awaited
 from fxchimera.runtime.place import Place
 from fxchimera.runtime.pulse import Pulse
 
@@ -82,11 +83,34 @@ class SharedFailure(Failure):
         """Notice when rank 0 does not answer."""
         self._pulse.look()
 
+    def mark(self, member: int, words: bytes) -> None:
+        """Write down where this process is."""
+        self.place.write(words)
+
+    def words(self, member: int) -> str | None:
+        """What a process has written down."""
+        return str(self.place) if member == self._rank else self._pulse.words(member)
+
+    def names(self) -> dict[str, int]:
+        """All processes."""
+        grid = self.grid
+        if grid.width == 1:
+            return {f"rank {rank}": process for rank, process in enumerate(grid.row)}
+        return {f"pipeline {w}, its rank {r}": one for w, row in enumerate(grid.processes) for r, one in enumerate(row)}
+
+    def inquire(self) -> None:
+        """Have the pulse listen to all others."""
+        self._pulse.inquire()
+
+    def message(self, source: int, destination: int) -> Awaited:
+        """A rank of this process's pipeline waits for another's message."""
+        row = self.grid.row
+        return Awaited(row[destination], (row[source],))
+
     def stop(self) -> None:
         """End the watcher and the pulse."""
         self._stopped.set()
         self._pulse.stop(None if self.cause is None else _POLL_SECONDS)
-        assert self.place is not None
         self.place.remove()
         if self._watcher.is_alive() and not self._lost.is_set():
             with contextlib.suppress(Exception):  # without the store the watcher has ended

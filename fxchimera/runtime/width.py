@@ -17,6 +17,7 @@ from fxchimera.runtime.caller import Answer, Caller
 from fxchimera.runtime.circle import Circle
 from fxchimera.runtime.failure import Failure
 from fxchimera.runtime.groups import Group
+from fxchimera.runtime.patience import Awaited
 from fxchimera.runtime.sharded import is_sharded
 from fxchimera.runtime.sharedfailure import resolve_cause
 
@@ -41,6 +42,9 @@ class Width:
         self._circle: Circle | None = Circle(group)
         self.index, self.size = self._circle.index, self._circle.size
         self._failure, self._rank = failure, rank
+        grid = failure.grid
+        others = tuple(row[rank] for pipeline, row in enumerate(grid.processes) if pipeline != grid.pipeline)
+        self._awaited = Awaited(grid.process, others, meeting=True)
         self._thread = Caller("fxchimera-width")
         self._thread.start()
 
@@ -54,7 +58,7 @@ class Width:
         Raises:
             PipelineError: Another rank failed, or the connection is broken.
         """
-        result = self._failure.wait(answer, f"rank {self._rank}, in {what} with the other pipelines,")
+        result = self._failure.wait(answer, f"rank {self._rank}, in {what} with the other pipelines,", self._awaited)
         if isinstance(result, FxChimeraError):
             raise result
         if isinstance(result, Exception):

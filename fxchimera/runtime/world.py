@@ -26,6 +26,7 @@ from fxchimera.runtime.groups import connect, destroy, join, open_devices
 from fxchimera.runtime.layout import Layout, is_started
 from fxchimera.runtime.localworld import LocalWorld
 from fxchimera.runtime.packets import Packets
+from fxchimera.runtime.patience import Awaited
 from fxchimera.runtime.sharedfailure import GRACE_SECONDS, SharedFailure, make_store, resolve_cause
 from fxchimera.runtime.width import Width
 from fxchimera.runtime.wires import open_wires
@@ -109,6 +110,8 @@ class DistributedWorld:
             column = [row[rank] for row in self.grid.processes]
             self.counterparts = Width(connect(store, f"rank {rank}", self.process, column, devices, timeout), self.failure, rank)
             self._pipeline = Circle(connect(store, f"pipeline {pipeline}", self.process, self.grid.row, devices, timeout))
+        others = tuple(process for process in range(self.num_processes) if process != self.process)
+        self._awaited = Awaited(self.process, others, meeting=True)
         self._waiting = f"rank {self.process}, in an exchange among all ranks,"
         self._thread: threading.Thread | None = self._calls
         self._calls.start()
@@ -225,14 +228,15 @@ class DistributedWorld:
         """Collective: see :meth:`Packets.exchange`."""
         self._check()
         try:
-            return self._packets.exchange(what, value, self.failure.patience(self._waiting, seconds))
+            with self.failure.patience(self._waiting, seconds, self._awaited if seconds is None else None) as between:
+                return self._packets.exchange(what, value, between)
         except OSError as error:
             raise self._broken(error) from error
 
     def _run(self, call: Callable[[], Any]) -> Any:
         """Have the helper make a call, and return what it returns."""
         self._check()
-        result = self.failure.wait(self._calls.ask(call), self._waiting)
+        result = self.failure.wait(self._calls.ask(call), self._waiting, self._awaited)
         if isinstance(result, FxChimeraError):
             raise result
         if isinstance(result, Exception):

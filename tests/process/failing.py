@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from tests.faults import Fault, plant
 from tests.local.wrapped import step, wrap
 from tests.parity import assert_same_tensors, gradients_of
 
-__all__ = ["Ending", "meet", "straggle"]
+__all__ = ["Ending", "meet", "straggle", "told"]
 
 # the error's class and text ("" without one), and after how many seconds it came; the class and the seconds of another step's; the
 # seconds of close()
@@ -61,3 +62,41 @@ def straggle(stages: int, schedule: str, count: int, seconds: float, scale: floa
             arm(chance.randint(1, 4))
             losses.append(float(step(pipe, example).loss))
     return losses
+
+
+class _Heard(logging.Handler):
+    """Keeps what the logger of the library says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(f"{record.levelname}: {record.getMessage()}")
+
+    def take(self) -> list[str]:
+        taken, self.messages = self.messages, []
+        return taken
+
+
+def told(stages: int, schedule: str, slow: int, seconds: float) -> tuple[list[list[str]], list[float]]:
+    """Train; rank ``slow`` takes its time in the first step, in the second, before the third, and not in the fourth.
+
+    Returns what the library logs in each, when it does so after a third of these ``seconds``, and the losses.
+    """
+    example, arm = plant(Fault("nap", slow, 2), lambda: workers.rank() == slow, seconds)
+    heard = _Heard()
+    logging.getLogger("fxchimera").addHandler(heard)
+    said, losses = [], []
+    try:
+        with wrap(example, stages, 4, schedule, slow_seconds=seconds / 3) as pipe:
+            for when in ("in it", "in it", "before it", "not"):
+                if when == "in it":
+                    arm()
+                elif when == "before it" and workers.rank() == slow:
+                    time.sleep(seconds)
+                losses.append(float(step(pipe, example).loss))
+                said.append(heard.take())
+    finally:
+        logging.getLogger("fxchimera").removeHandler(heard)
+    return said, losses

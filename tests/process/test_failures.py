@@ -82,3 +82,23 @@ def test_stragglers_raise_no_false_alarm_and_change_no_bit(
     )
     assert len({loss for losses in answers for loss in losses}) == 1
     assert [len(losses) for losses in answers] == [count + 1] * stages
+
+
+@pytest.mark.parametrize(
+    ("stages", "slow", "schedule"),
+    [
+        (4, 2, "1f1b"),
+        *(pytest.param(*one, marks=pytest.mark.torture) for one in ((2, 0, "chimera"), (4, 0, "gpipe"), (4, 3, "zb-h1"))),
+    ],
+)
+def test_who_waits_long_says_for_whom(processes: Pool, stages: int, slow: int, schedule: str) -> None:
+    answers = processes.run(stages, failing.told, stages, schedule, slow, 1.5)
+    assert len({loss for _, losses in answers for loss in losses}) == 1
+    places = rf"stage {slow} \((down|up)\), micro-batch \d, action {slow}F\d", "outside of a step"
+    for rank, ((first, second, third, fourth), _) in enumerate(answers):
+        assert (first, fourth) == ([], []), "a first step may compile"
+        for messages, place in zip((second, third), places, strict=True):
+            assert bool(messages) == (rank != slow), messages
+            who = rf"WARNING: rank {rank}, .* has waited \d s for (rank \d, which waits for )?rank {slow}"
+            for message in messages:
+                assert re.match(rf"{who}, which is at: {place}; it waits on", message), message
