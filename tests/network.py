@@ -1,4 +1,4 @@
-"""Two machines' networks on one machine: a network namespace each, and a cable of our own between them, which is slow and can be cut.
+"""Two networks on one machine: a network namespace each, and a cable of our own between them, which is slow and can be cut.
 
     namespace a: tun 10.99.0.1  --packets-->  this process waits ``delay``  --packets-->  tun 10.99.0.2 :namespace b
 

@@ -1,4 +1,4 @@
-"""Two machines with a network between them: messages are slow, the other machine's processes are out of sight, a cable can be pulled.
+"""Two nodes with a network between them: messages are slow, the other's processes are out of sight, a cable can be pulled.
 
 See tests/network.py; needs the right to make network namespaces, which containers often withhold.
 """
@@ -47,7 +47,8 @@ def agents(network: Network, processes: int, what: Sequence[str]) -> Iterator[li
     for side, address in enumerate(ADDRESSES):
         command = [
             *network.command(side), "unshare", "--pid", "--fork", "--mount-proc", "--kill-child",
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(processes), "--node-rank", str(side),
+            sys.executable, "-m", "torch.distributed.run",
+            "--nnodes", "2", "--nproc-per-node", str(processes), "--node-rank", str(side),
             "--rdzv-backend", "c10d", "--rdzv-id", "test", "--rdzv-endpoint", f"{ADDRESSES[0]}:29500",
             "--rdzv-conf", f"is_host={int(side == 0)}", "--local-addr", address, *what,
         ]  # fmt: skip
