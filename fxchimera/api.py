@@ -20,6 +20,7 @@ from fxchimera.planner.draft import Draft
 from fxchimera.planner.measured import replanned
 from fxchimera.planner.relief import Recompute
 from fxchimera.runtime.batchnorm import BatchNorm, check_batch_norm
+from fxchimera.runtime.carriers import TransportChoice, choose_backend
 from fxchimera.runtime.compiled import compiler_of
 from fxchimera.runtime.devices import DeviceLike, choose_devices
 from fxchimera.runtime.example import common_example
@@ -72,6 +73,7 @@ def pipeline(
     seed: int | None = None,
     nan: NanPolicy = "raise",
     devices: DeviceLike | Sequence[DeviceLike] | None = None,
+    transport: TransportChoice = "auto",
     batch_norm: BatchNorm = "each",
     wait_seconds: float = 600.0,
     slow_seconds: float = 10.0,
@@ -140,6 +142,9 @@ def pipeline(
         devices: Where ranks compute: one device for all, or one for each, as ``torch.device`` or text.  Default: every visible
             CUDA device in turn, under torchrun the one numbered LOCAL_RANK; else the CPU.  The parameters are moved there and
             stay the same objects; a batch is copied there; what a forward-only call returns comes back to the batch's device.
+        transport: What carries messages between processes: "sockets" (through the host's memory), "groups" (torch's backend for the
+            devices, NCCL on CUDA, one device a process; gloo on the CPU), or "auto": what the environment's FXCHIMERA_TRANSPORT
+            says, else groups on accelerators where that can be.
         batch_norm: Each micro-batch is normalised by its own statistics.  The running ones are updated by "each", as in a plain
             loop over micro-batches, with a warning that names the layers, or "deferred": once a step, by the whole batch's.
         wait_seconds: How long a rank waits for one message before it raises.
@@ -166,6 +171,7 @@ def pipeline(
     world = make_world(layout, Limits(wait_seconds, slow_seconds))
     try:
         world.devices = choose_devices(devices, num_stages, world.ranks)
+        world.backend = choose_backend(transport, world)
         specs = ChunkSpecs(args=args_chunk_spec, kwargs=kwargs_chunk_spec, target=target_chunk_spec)
         batch = common_example(divide(example_args, dict(example_kwargs or {}), None, n_microbatches, specs), world)
 

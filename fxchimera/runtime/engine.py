@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from fxchimera.errors import FxChimeraError
+from fxchimera.runtime.carriers import process_transport
 from fxchimera.runtime.crew import Crew
-from fxchimera.runtime.distributed import DistributedTransport
 from fxchimera.runtime.exchange import Exchange, Statistics
 from fxchimera.runtime.executor import Executor
 from fxchimera.runtime.gradients import call_back
-from fxchimera.runtime.handover import landing, local_transport
+from fxchimera.runtime.handover import local_transport
 from fxchimera.runtime.inspection import Inspection
 from fxchimera.runtime.job import Job, Result
 from fxchimera.runtime.lanes import Lanes
@@ -96,7 +96,7 @@ class Engine:
         self.executors: list[Executor] = []
         self._transports: list[Transport] = []
         for rank in world.ranks:
-            transport = shared or landing(DistributedTransport(rank, channels, world.failure, room), self.lanes.of(rank))
+            transport = shared or process_transport(rank, channels, world, self.lanes.of(rank), room)
             self._transports.append(transport)
             replicas = {
                 (pipe, stage): Replica(

@@ -58,6 +58,7 @@ class Failure:
         self._lock = threading.Lock()
         self._cause: Cause | None = None
         self._words: dict[int, bytes] = {}
+        self._releases: list[Callable[[], None]] = []
 
     @property
     def cause(self) -> Cause | None:
@@ -78,9 +79,15 @@ class Failure:
     def report(self, cause: Cause) -> Cause:
         """Note a failure and return the first cause, which may be another's."""
         with self._lock:
-            if self._cause is None:
-                self._cause = cause
-            return self._cause
+            first = self._cause is None
+            self._cause = found = self._cause or cause
+        for release in self._releases if first else ():
+            release()
+        return found
+
+    def when_failed(self, release: Callable[[], None]) -> None:
+        """Have ``release`` called once when something fails, on any thread: it ends waits that look nowhere."""
+        self._releases.append(release)
 
     def check(self) -> None:
         """Raise if any rank has failed."""

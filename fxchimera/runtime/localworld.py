@@ -26,6 +26,7 @@ class LocalWorld:
         self.num_processes = 1
         self.devices = HOST
         self.failure = Failure(limits, self.grid)
+        self.backend: str | None = None
 
     def gather(self, value: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Return the only process's value."""

@@ -19,7 +19,7 @@ from fxchimera.errors import PipelineError
 from fxchimera.schedule.action import Action, Kind
 from fxchimera_passes.captured import TensorMeta
 
-__all__ = ["Form", "Key", "Parcel", "Payload", "message_bytes", "pack", "unpack"]
+__all__ = ["Form", "Key", "Parcel", "Payload", "check_tensor", "message_bytes", "pack", "unpack"]
 
 Payload = list[torch.Tensor | None]
 
@@ -119,7 +119,7 @@ class Parcel:
             if tensor is None:
                 header += [0] * (1 + len(meta.shape))
                 continue
-            _match(key, tensor, meta)
+            check_tensor(key, tensor, meta)
             stride = tensor.stride()
             if not tensor.is_contiguous():
                 stride = torch.empty_like(tensor, device="meta").stride()
@@ -151,7 +151,12 @@ def _aligned(count: int) -> int:
     return -(-count // _ALIGN) * _ALIGN
 
 
-def _match(key: Key, tensor: torch.Tensor, meta: TensorMeta) -> None:
+def check_tensor(key: Key, tensor: torch.Tensor, meta: TensorMeta) -> None:
+    """Refuse a tensor that is not what was agreed for the message ``key``.
+
+    Raises:
+        PipelineError: Its shape, dtype or layout is another.
+    """
     if tensor.shape != meta.shape or tensor.dtype != meta.dtype:
         raise PipelineError(
             f"{key}: the stage produced a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}, but the recording of this "

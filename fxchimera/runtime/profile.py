@@ -17,10 +17,10 @@ from torch import nn
 
 from fxchimera.errors import FxChimeraError, PipelineError
 from fxchimera.runtime.attempts import Attempts
-from fxchimera.runtime.distributed import DistributedTransport
+from fxchimera.runtime.carriers import process_transport
 from fxchimera.runtime.engine import Engine
 from fxchimera.runtime.feed import moved
-from fxchimera.runtime.handover import landing, local_transport
+from fxchimera.runtime.handover import local_transport
 from fxchimera.runtime.job import Job
 from fxchimera.runtime.lanes import Lanes
 from fxchimera.runtime.loss import LossFn, loss_of
@@ -135,7 +135,7 @@ def profile_cut(
     shared = local_transport(channels, lanes, world.failure) if local else None
     try:
         for rank in world.ranks:
-            transports.append(shared or landing(DistributedTransport(rank, channels, world.failure), lanes.of(rank)))
+            transports.append(shared or process_transport(rank, channels, world, lanes.of(rank)))
             down = [stage for pipe, stage in placement.replicas(rank) if pipe == 0]
             where = world.devices.of(rank)
             replicas = {stage: Replica(model, program, 0, stage, shares_memory=local, device=where) for stage in down}

@@ -10,7 +10,7 @@ import contextlib
 import datetime
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -42,9 +42,10 @@ class World(Protocol):
     Every process makes the same calls in the same order; ``what`` names one for the error when they do not.  ``ranks`` are the
     ranks of its pipeline that this process runs; ``process`` and ``num_processes`` its place among the processes; ``grid`` tells
     which process runs what, and ``counterparts`` are those of its rank in the other pipelines, if there are any.  ``devices`` is
-    where ranks compute.
+    where ranks compute, and ``backend`` the one of torch's that carries messages between processes, None for sockets.
     """
 
+    backend: str | None
     grid: Grid
     counterparts: Width | None
     ranks: tuple[int, ...]
@@ -85,6 +86,7 @@ class DistributedWorld:
     """
 
     def __init__(self, layout: Layout, limits: Limits) -> None:
+        self.backend: str | None = None
         self._calls = _Collectives("fxchimera-collectives")
         width = layout.width()  # before joining: a rank that left again would break the others' joining
         if not dist.is_initialized():
@@ -93,6 +95,7 @@ class DistributedWorld:
         timeout = datetime.timedelta(seconds=limits.wait_seconds)
         members = layout.members
         self._group = dist.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=members is not None)
+        self.apart = members is not None
         self.process, self.num_processes = dist.get_rank(self._group), width * layout.num_ranks
         self.grid = layout.grid(self._group)
         self.ranks: tuple[int, ...] = (self.grid.rank,)
@@ -178,6 +181,37 @@ class DistributedWorld:
             timeout = datetime.timedelta(seconds=self.failure.limits.wait_seconds)
             self._column = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
         return self._column
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Collective: have the helper thread make calls of torch's, and return what they return."""
+        return self._run(function)
+
+    def new_group(
+        self, processes: Sequence[int], *, timeout: datetime.timedelta, backend: str, device: torch.device | None
+    ) -> dist.ProcessGroup | None:
+        """Collective, all in one order: make torch's group of some processes; None for the others.
+
+        Where other processes than the world's use torch's default group, as with a mesh, only the members take part.
+        """
+        ranks = [dist.get_global_rank(self._group, process) for process in processes]
+        if self.apart and self.process not in processes:
+            return None
+        group = dist.new_group(
+            ranks, timeout=timeout, backend=backend, use_local_synchronization=self.apart, device_id=device, group_desc="fxchimera"
+        )
+        return group if self.process in processes else None
+
+    def leave_group(self, group: dist.ProcessGroup) -> None:
+        """Close what :meth:`new_group` has made.
+
+        A group that only its members have made is named after them, and another under that name would find the addresses of the
+        first in torch's store; so torch keeps its name until the default group ends.
+        """
+        if not self.apart:
+            destroy(group)
+            return
+        with contextlib.suppress(RuntimeError):
+            group.shutdown()
 
     def part(self) -> None:
         """Wait until all ranks are here: one that left early would take the failure store, or a message in flight, from them."""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 
 from tests.faults import HARMLESS, IN_USER_CODE, LATE_SECONDS, OF_PROCESSES, Fault, faults
 from tests.process import failing
+from tests.process.culprits import assert_all_name_the_culprit
 from tests.process.pool import Pool
 
-SECONDS = {**dict.fromkeys(IN_USER_CODE, 2.0), "kill": 3.0, "leave": 3.0, "stop": 10.0}  # the bars, of an idle machine
-CLOSE_SECONDS = 5.0
-SLACK = 4.0  # times as long on a busy one
 DEFAULT = {  # these of the matrix run by default: every kind once
     ("forward", 4, 0), ("backward", 2, 2), ("loss", 4, 1), ("stop iteration", 2, 1), ("memory", 4, 4), ("interrupted", 2, 5),
     ("exit", 4, 3), ("kill", 4, 1), ("kill", 2, 0), ("leave", 4, 2), ("stop", 4, 4), ("stop", 2, 0),
@@ -34,27 +31,7 @@ def cells() -> list[Any]:
 
 @pytest.mark.parametrize(("fault", "stages", "schedule"), cells())
 def test_every_survivor_names_the_culprit(processes: Pool, fault: Fault, stages: int, schedule: str) -> None:
-    lost = fault.kind in OF_PROCESSES
-    wanted = {**IN_USER_CODE, **OF_PROCESSES}[fault.kind]
-    if lost:
-        answers = processes.survivors(stages, fault.victim, failing.meet, fault, stages, schedule)
-    else:
-        answers = dict(enumerate(processes.run(stages, failing.meet, fault, stages, schedule, spoils=True)))
-    for rank, (error, text, seconds, again, at_once, closing) in answers.items():
-        if rank == fault.victim and fault.kind in ("interrupted", "exit"):
-            assert error == ("KeyboardInterrupt" if fault.kind == "interrupted" else "SystemExit"), "it stays what it is"
-        else:
-            assert error == "PipelineError", f"rank {rank}: {error}: {text}"
-            assert text.startswith(f"rank {fault.victim} failed: "), f"rank {rank}: {text}"
-            assert wanted in text, text
-            # process 0 hosts the store: what it was doing is not known when it is gone
-            assert re.search(r"stage \d \((down|up)\), micro-batch \d, action \d[FBIW]\d", text) or (lost and fault.victim == 0), (
-                text
-            )
-        assert again == "PipelineError"
-        assert seconds < SLACK * SECONDS[fault.kind]
-        assert at_once < SLACK * 1.0
-        assert closing < SLACK * CLOSE_SECONDS
+    assert_all_name_the_culprit(processes, fault, stages, schedule, failing.meet)
 
 
 @pytest.mark.parametrize(("kind", "stages", "schedule"), [("late", 4, "chimera"), ("busy", 2, "1f1b")])
