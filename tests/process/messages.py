@@ -100,7 +100,7 @@ def confuse() -> tuple[str, str]:
     try:
         if rank == 0:
             transport.send(line, sent, [_payload(sent, 0)], [TensorMeta.of(_payload(sent, 0))])
-            world.failure.wait(queue.SimpleQueue(), "rank 0", 20.0)
+            world.failure.wait(queue.SimpleQueue(), "rank 0")
         transport.post([Expected(line, wanted, (TensorMeta.of(_payload(sent, 0)),))])
         try:
             transport.receive(line, wanted, "rank 1")
