@@ -17,7 +17,8 @@ from fxchimera.runtime.engine import Orders
 from fxchimera.runtime.profile import agree_on_rounds, profile_pipeline
 from fxchimera.runtime.results import gather_timeline
 from fxchimera.runtime.trial import run_trial
-from fxchimera.runtime.verify import Verification, compare_with_plain
+from fxchimera.runtime.verdict import Verification
+from fxchimera.runtime.verify import compare_with_plain
 from fxchimera.schedule.profile import Costs
 from fxchimera.schedule.simulate import simulate
 from fxchimera.schedule.timeline import Timeline
@@ -51,16 +52,29 @@ class ObservedPipeline(StatefulPipeline):
             Path(path).write_text(text)
 
     def verify(self, *args: Any, target: Any = None, **kwargs: Any) -> Verification:
-        """Run one batch through the pipeline and through the plain model and compare loss and every gradient.
+        """Run one batch through the pipeline and through the plain model and compare all that a step makes.
 
-        Gradients, buffers, attributes and the step count are as before afterwards.  Needs a host that holds the whole model.
+        That is the loss, every micro-batch's loss and outputs, every gradient, the buffers after the step, and the copies of
+        parameters.  The result is true when all agree; it prints as a summary that names the first stage that differs, and has
+        a row for everything (``table()``, ``to_csv()``, ``rows``).  Gradients, buffers, attributes, modes, generators and the
+        step count are as before afterwards; the user's hooks on parameters are not called.  Rank 0 needs host memory for the
+        whole model.
+
+        Args:
+            args: The batch, as :meth:`step` gets it.
+            target: Its target.
+            kwargs: The batch's keyword arguments.
+
+        Raises:
+            FxChimeraError: The call is made under ``no_sync`` or ``torch.no_grad()``, or ``parallelize`` has changed stages.
+            PipelineError: A rank failed.
         """
         with self._trying("verify()"):
             state = self.state_dict()
             job = self._preparation.job(Call.STEP, args, kwargs, target, order=self._orders.step, steps=(self._step,))
-            trial = run_trial(self._model, self._engine, self._attempts, job)
+            trial = run_trial(self._model, self._engine, self._attempts, job, watched=self._owner)
             self._timeline = trial.finished.timeline
-            return compare_with_plain(self._world, self._model, self._names, trial.finished.job, state, trial.loss, trial.gradients)
+            return compare_with_plain(self._engine, self._model, self._names, trial, state)
 
     def profile(self, *args: Any, target: Any = None, rounds: int = 5, **kwargs: Any) -> Profile:
         """Measure on one batch how long F, B, I and W of every stage take, messages between neighbours, and a whole step.

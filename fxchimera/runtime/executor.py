@@ -182,6 +182,8 @@ class _Run:
         fed, late = self._feed.take(microbatch), self._deferred_norms
         with self._timed(cue.action), job.randomness(microbatch):
             outputs = replica.forward(microbatch, program, received, fed.inputs, deferred_norms=late, split=cue.split)
+            if job.watched:
+                self.result.crossings[cue.action.stage, microbatch] = [tensor.detach().clone() for tensor in outputs]
             if cue.result is None:
                 self._end_of_model(microbatch, program, outputs, fed.target)
             else:

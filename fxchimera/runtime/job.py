@@ -28,7 +28,8 @@ class Job:
     ``weights`` are the micro-batches' shares of the loss, which is that of all pipelines' batches; ``pending_steps`` the steps
     whose statistics the exchange carries (this one last); ``settings`` what the user has set on the model; ``train`` asks for
     backwards and the exchange, ``wants_loss`` and ``wants_outputs`` for what the last stage returns.  The attributes that a
-    ``trial`` leaves in clones can be put back.  In another pipeline ``others_assume`` may hold.
+    ``trial`` leaves in clones can be put back.  In another pipeline ``others_assume`` may hold.  What stages send on in the forward
+    of a ``watched`` job is kept.
     """
 
     step: int
@@ -47,6 +48,7 @@ class Job:
     wants_outputs: bool = False
     trial: bool = False
     others_assume: bool = False
+    watched: bool = False
 
     @property
     def assumes(self) -> bool:
@@ -71,7 +73,8 @@ class Result:
     """What one rank brings back: losses and outputs of the micro-batches whose last stage it ran, and the timed actions.
 
     ``answers`` are the true ones where a stage found an assumption wrong, by micro-batch and ordinal; ``broken`` the errors in
-    micro-batches with assumptions, by micro-batch and stage.
+    micro-batches with assumptions, by micro-batch and stage; ``crossings`` what stages of a watched job sent on, by stage and
+    micro-batch.
     """
 
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -79,3 +82,4 @@ class Result:
     events: list[Event] = field(default_factory=list)
     answers: dict[int, dict[int, Answer]] = field(default_factory=dict)
     broken: dict[tuple[int, int], Broken] = field(default_factory=dict)
+    crossings: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)

@@ -8,8 +8,9 @@ runs, each stage's use of such a parameter reads an alias with a ``.grad`` of it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,6 +53,7 @@ class _Task:
     loss_scale: float
     seed: int
     step: int
+    watch: Callable[[int, Any], None] | None
 
 
 def run_reference(
@@ -65,13 +67,17 @@ def run_reference(
     loss_scale: float = 1.0,
     seed: int = 0,
     step: int = 0,
+    watch: Callable[[int, Any], None] | None = None,
 ) -> Reference:
     """Run forward and backward of every micro-batch on ``model`` and sum the gradients as the pipeline does.
 
     ``model`` ends with the gradients it had; its buffers are updated as in a plain loop over the micro-batches, ascending.
+    ``watch`` is called with the number of each micro-batch and what the model returned for it.
     One case is equal up to rounding only: a tied parameter that an opened module reads once and several stages use.
     """
-    task = _Task(batch=batch, programs=programs, weights=weights, loss_fn=loss_fn, loss_scale=loss_scale, seed=seed, step=step)
+    task = _Task(
+        batch=batch, programs=programs, weights=weights, loss_fn=loss_fn, loss_scale=loss_scale, seed=seed, step=step, watch=watch
+    )
     names = {name: model.get_parameter(aliases[0]) for name, aliases in programs[0].captured.parameters.items()}
     earlier = take_gradients(names)
     sums = {name: GradientSum() for name in names}
@@ -143,6 +149,8 @@ def _one(model: nn.Module, index: int, task: _Task) -> torch.Tensor:
     with microbatch_randomness(task.seed, task.step, microbatch.number):
         with keyed_model(model, keys):
             output = model(*microbatch.args, **microbatch.kwargs)
+        if task.watch is not None:
+            task.watch(index, output)
         loss = loss_of(output, microbatch.target, task.loss_fn)
         if task.weights[index]:
             with without_autocast():

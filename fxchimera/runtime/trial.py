@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,15 +20,21 @@ __all__ = ["Trial", "run_trial"]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a step brought: the job as it was run in the end, its loss, and the gradients that this process owns."""
+    """What a step brought: the job as it was run in the end, its loss, and the gradients that this process owns.
+
+    ``buffers`` are the values after the step of those that this process owns, if asked for.
+    """
 
     finished: Finished
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor | None]
+    buffers: dict[str, torch.Tensor]
 
 
-def run_trial(model: nn.Module, engine: Engine, attempts: Attempts, job: Job) -> Trial:
+def run_trial(model: nn.Module, engine: Engine, attempts: Attempts, job: Job, *, watched: Mapping[str, int] | None = None) -> Trial:
     """Collective: run a step and undo it; the user's hooks on parameters are not called.
+
+    With ``watched``, the rank of every buffer by name, what stages send on and what is in buffers afterwards is kept.
 
     Raises:
         FxChimeraError: The user has parallelized stages; and as :meth:`Attempts.train`.
@@ -40,9 +47,14 @@ def run_trial(model: nn.Module, engine: Engine, attempts: Attempts, job: Job) ->
     try:
         for parameter in owned.values():
             parameter.grad = None
-        finished, loss = attempts.train(Call.STEP, replace(job, trial=True), hooks=False)
+        finished, loss = attempts.train(Call.STEP, replace(job, trial=True, watched=watched is not None), hooks=False)
         engine.undo_trial()
-        return Trial(finished, loss, {name: parameter.grad for name, parameter in owned.items()})
+        buffers = {
+            name: buffer.detach().clone()
+            for name, buffer in model.named_buffers(remove_duplicate=False)
+            if watched is not None and watched.get(name, 0) in engine.world.ranks
+        }
+        return Trial(finished, loss, {name: parameter.grad for name, parameter in owned.items()}, buffers)
     finally:
         for name, parameter in owned.items():
             parameter.grad = earlier[name]
