@@ -120,7 +120,7 @@ print(f"loss {pipe.evaluate(pixel_values=pictures, labels=labels).item():.3f}, a
 # %% [markdown]
 # ## Is it still my model?
 #
-# `verify` runs one batch through the pipeline and through the plain model and shows the largest differences.
+# `verify` runs one batch through the pipeline and through the plain model and compares all that a step makes.
 
 # %%
 print(pipe.verify(pixel_values=pictures[:32], labels=labels[:32]))
