@@ -29,12 +29,15 @@ from fxchimera.runtime.program import Program, Programs
 from fxchimera.runtime.report import write_report
 from fxchimera.runtime.results import gather_losses, gather_outputs
 from fxchimera.runtime.state import owner_process
+from fxchimera.runtime.tracebacks import shorten
 from fxchimera.runtime.warmup import in_mode
 from fxchimera.runtime.world import World
 from fxchimera.schedule.order import Order
 from fxchimera.schedule.timeline import Timeline
 
 __all__ = ["Pipeline"]
+
+_HELPERS = ("_alone", "_trying")
 
 
 class Pipeline(ObservedPipeline, DataParallel):
@@ -229,6 +232,10 @@ class Pipeline(ObservedPipeline, DataParallel):
         except PipelineError as error:
             if (path := write_report(error, self._engine.recent)) is not None:
                 error.add_note(f"What this process did last: {path}")
+            shorten(error, _HELPERS)
+            raise
+        except KeyboardInterrupt as error:
+            shorten(error, _HELPERS)
             raise
         finally:
             self._in_use.release()
@@ -241,4 +248,8 @@ class Pipeline(ObservedPipeline, DataParallel):
         if not torch.is_grad_enabled():
             raise FxChimeraError(f"{what} runs backwards, but was called under torch.no_grad()")
         with self._alone():
-            yield
+            self._world.failure.calm = True  # ranks wait while one measures, or runs the plain model
+            try:
+                yield
+            finally:
+                self._world.failure.calm = False

@@ -141,7 +141,7 @@ class Engine:
             PipelineError: A rank failed.
         """
         ran = self._ran[job.train]
-        self.world.failure.watchful = all(program in ran for program in job.programs)  # a stage may compile in its first job
+        self.world.failure.taken = all(program in ran for program in job.programs)  # a stage may compile in its first job
         always = not all(program.captured.cache for program in job.programs)
         with without_cache(self._model, always=always):  # as recorded; closed modules read their configuration in every forward
             torch.clear_autocast_cache()  # holds the weights of an earlier step, if the caller's region spans several
@@ -151,7 +151,7 @@ class Engine:
             finally:
                 torch.clear_autocast_cache()
         ran.update(job.programs)
-        self.world.failure.watchful = True
+        self.world.failure.taken = True
         events = sorted((e for result in results for e in result.events), key=lambda e: (e.start, e.rank, e.end))
         return results, Timeline(f"{job.order.name} (measured)", self.placement, tuple(events))
 

@@ -87,7 +87,8 @@ class Executor:
                     run.act(cue)
             run.finish()
         except Exception as error:
-            raise self._blame(error, run) from error
+            original = self._failure.cause is None  # else what fails here follows from that
+            raise self._blame(error, run) from (error if original else None)
         except BaseException as interruption:  # Ctrl-C stays what it is, but the other ranks hear of it
             self._blame(interruption, run)
             raise

@@ -48,18 +48,23 @@ class Cause:
 class Failure:
     """The cause of a failure as one process sees it; set once, by whoever is first.
 
-    It also knows where its members are, which are ranks that are threads, or processes.  While it is ``watchful``, long waits are
-    told about: not before a step has been taken, as planning, recording and compiling take their time.
+    It also knows where its members are, which are ranks that are threads, or processes.  Long waits are told about once a step has
+    been ``taken``, as planning, recording and compiling take their time, and unless it is ``calm``, as others are measured.
     """
 
     def __init__(self, limits: Limits, grid: Grid | None = None) -> None:
         self.limits = limits
         self.grid = grid or Grid.of_threads(1)
-        self.watchful = False
+        self.taken = self.calm = False
         self._lock = threading.Lock()
         self._cause: Cause | None = None
         self._words: dict[int, bytes] = {}
         self._releases: list[Callable[[], None]] = []
+
+    @property
+    def watchful(self) -> bool:
+        """Whether long waits are told about."""
+        return self.taken and not self.calm
 
     @property
     def cause(self) -> Cause | None:

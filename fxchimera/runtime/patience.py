@@ -36,7 +36,9 @@ class Awaited:
 class Whereabouts(Protocol):
     """What a wait needs to know of the ranks; members are processes, or ranks that are threads."""
 
-    watchful: bool
+    @property
+    def watchful(self) -> bool:
+        """Whether long waits are told about."""
 
     def names(self) -> dict[str, int]:
         """All members by name."""

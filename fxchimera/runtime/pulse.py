@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from fxchimera.runtime.fate import Fate, Identity
-from fxchimera.runtime.place import Place, forget, last_words
+from fxchimera.runtime.place import Place, Words
 
 __all__ = ["Pulse"]
 
@@ -30,16 +31,24 @@ _STOPPED_SECONDS = 5.0  # how long a process of this machine may be stopped
 _SILENT_SECONDS = 60.0  # how long one of another machine may say nothing
 _AWAY_SECONDS = 2.0  # who has not looked for this long may have been stopped, and starts counting anew
 _LAST_WORD_SECONDS = 0.1  # how long the last beat of a process that has ended may be on the way
+# seconds that a process whose launcher is gone has, until it is sent what torchrun sends to end one, and then to make sure
+_FOLLOWING = ((3.5, signal.SIGTERM), (30.0, signal.SIGKILL))
 _BEAT, _LEFT = "beat of {}", "left"
 _EVER = datetime.timedelta(days=1000)
 
 
 @dataclass(slots=True)
 class _Heard:
-    """What is known of a process: its last beat, and when it changed."""
+    """What is known of a process: its last beat, when that changed, and on this machine the page with its words."""
 
     beat: str
     when: float
+    page: Words | None = None
+
+    def __post_init__(self) -> None:
+        if self.page is None and self.identity is not None and self.identity.fate() in (Fate.ALIVE, Fate.STOPPED):
+            with contextlib.suppress(OSError, ValueError):  # it has left meanwhile
+                self.page = Words(self.beat.split("|", 3)[2])
 
     @property
     def identity(self) -> Identity | None:
@@ -47,15 +56,8 @@ class _Heard:
         return None if self.beat == _LEFT else Identity.parse(self.beat.split("|")[1])
 
     def where(self) -> str:
-        """The last words of the process, or what its last beat says."""
-        _, _, path, words = self.beat.split("|", 3)
-        nearby = self.identity is not None and self.identity.fate() is not Fate.UNKNOWN
-        return (last_words(path) if nearby else None) or words
-
-    def forget(self) -> None:
-        """Remove the last words of a process that is gone; nobody else will."""
-        if self.identity is not None and self.identity.fate() is Fate.GONE:
-            forget(self.beat.split("|", 3)[2])
+        """What the process has written last, or what its last beat says."""
+        return str(self.page or self.beat.split("|", 3)[3])
 
 
 class Pulse:
@@ -127,8 +129,6 @@ class Pulse:
         """End the beats: this process leaves of its own will; ``seconds`` is how long the last beat may take."""
         self._stopped.set()
         self._thread.join(timeout=2 * _PERIOD_SECONDS if seconds is None else seconds)
-        for last in list(self._heard.values()):
-            last.forget()
 
     def _beat(self) -> str:
         self._count += 1
@@ -156,13 +156,12 @@ class Pulse:
         for process, beat in zip(there, map(bytes.decode, beats), strict=True):
             last = self._heard.get(process)
             if last is None or last.beat != beat or away:
-                self._heard[process] = last = _Heard(beat, now)
+                self._heard[process] = last = _Heard(beat, now, last.page if last is not None else None)
             if self._process != 0 or process == 0:
                 continue
             why = self.fate_of(process, now - last.when)
             if why is not None and not self._has_left(process):
                 self._publish(process, why)
-                last.forget()
                 self._stopped.set()
                 return
 
@@ -173,8 +172,16 @@ class Pulse:
 
     def _miss_launcher(self) -> None:
         if self._parent is not None and os.getppid() != self._parent:
+            threading.Thread(target=_follow, name="fxchimera-follow", daemon=True).start()
             self._publish(self._process, f"its launcher, torchrun (process {self._parent}), is gone")
             self._stopped.set()
+
+
+def _follow() -> None:
+    """End this process as its launcher would have, and nobody else will: a call of the user may have no end, or catch the error."""
+    for seconds, sent in _FOLLOWING:
+        time.sleep(seconds)
+        os.kill(os.getpid(), sent)
 
 
 def _verdict(identity: Identity, silence: float) -> str | None:

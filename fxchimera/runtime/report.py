@@ -32,7 +32,7 @@ def write_report(error: BaseException, recent: Mapping[int, Iterable[Event]]) ->
     lines = [f"{type(error).__name__}: {error}", f"process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}", ""]
     for rank, events in sorted(recent.items()):
         lines += [f"rank {rank}, its last actions: began, ended (seconds before this report), action", *_rows(events, now), ""]
-    lines += ["threads", *_stacks()]
+    lines += ["the error", *"".join(traceback.format_exception(error)).splitlines(), "", "threads", *_stacks()]
     try:
         folder = os.environ.get("FXCHIMERA_REPORTS") or None
         handle, path = tempfile.mkstemp(prefix=f"fxchimera-rank{min(recent, default=0)}-", suffix=".txt", dir=folder)

@@ -265,7 +265,7 @@ class DistributedWorld:
             with self.failure.patience(self._waiting, seconds, self._awaited if seconds is None else None) as between:
                 return self._packets.exchange(what, value, between)
         except OSError as error:
-            raise self._broken(error) from error
+            raise self._broken(error) from None
 
     def _run(self, call: Callable[[], Any]) -> Any:
         """Have the helper make a call, and return what it returns."""

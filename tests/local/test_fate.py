@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 from fxchimera.runtime.fate import Fate, Identity
-from fxchimera.runtime.place import IDLE, Place, forget, label, last_words
+from fxchimera.runtime.place import IDLE, Place, Words, label
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="the system has no /proc")
 
@@ -59,15 +59,36 @@ def test_another_process_under_the_same_number_and_one_of_another_machine() -> N
     assert replace(own, machine="").fate() is Fate.UNKNOWN
 
 
-def test_a_place_is_read_by_others_of_this_user_until_it_is_removed() -> None:
+_WRITE = """
+from fxchimera.runtime.place import Place, label
+place = Place()
+place.write(label("stage 1 (down), micro-batch 2"))
+print(place.path, flush=True)
+import time; time.sleep(60)
+"""
+
+
+def test_last_words_outlive_the_process_and_leave_no_file() -> None:
+    with subprocess.Popen([sys.executable, "-c", _WRITE], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        path = process.stdout.readline().strip()
+        words = Words(path)
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+        process.kill()
+    assert str(words) == "stage 1 (down), micro-batch 2"
+    assert not os.path.exists(path)
+    with pytest.raises(OSError, match="No such file"):
+        Words(path)
+
+
+def test_a_place_is_read_until_it_is_given_up() -> None:
     place = Place()
-    assert str(place) == last_words(place.path) == IDLE.decode().rstrip()
-    place.write(label("stage 1 (down), micro-batch 2"))
-    assert str(place) == last_words(place.path) == "stage 1 (down), micro-batch 2"
+    words = Words(place.path)
+    assert str(place) == str(words) == IDLE.decode().rstrip()
     place.write(label("é" * 500))
-    assert last_words(place.path) == str(place)
-    assert stat.S_IMODE(os.stat(place.path).st_mode) == 0o600
+    assert str(place) == str(words)
     place.remove()
-    forget(place.path)
-    assert last_words(place.path) is None
-    place.write(IDLE)
+    place.remove()
+    place.write(label("for nobody"))
+    assert str(place) == "for nobody"
+    assert str(words) != "for nobody"

@@ -20,7 +20,7 @@ from tests.local.wrapped import step, wrap
 
 def ranks(size: int = 4) -> Failure:
     failure = Failure(Limits(60.0), Grid.of_threads(size))
-    failure.watchful = True
+    failure.taken = True
     return failure
 
 
@@ -61,7 +61,7 @@ def test_of_an_exchange_those_who_are_not_there_are_named(caplog: pytest.LogCapt
 
 def test_a_wait_leaves_no_note_and_says_nothing_before_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
     failure = ranks()
-    failure.watchful = False
+    failure.taken = False
     failure.mark(0, label("stage 0"))
     with waited(failure, failure.message(1, 0)):
         assert failure.words(0) == "stage 0; waits for rank 1"

@@ -1,4 +1,4 @@
-"""A script for torchrun: trains for ever; every rank writes its process number into the folder that it is given."""
+"""A script for torchrun, or for python alone: trains for ever; every process writes its number into the folder that it is given."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import nn
 
-from tests.local.toys import chain, data, seeded
-from tests.local.wrapped import wrap
-from tests.models import Example
+import fxchimera
 
-
-def main(folder: Path) -> None:
-    x, target = data(8, 6)
-    torch.set_num_threads(1)
-    pipe = wrap(Example(seeded(lambda: chain(4)), (x,), {}, target, nn.functional.mse_loss), 2, 4, "1f1b")
+folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(4)))
+x, target = torch.randn(8, 6), torch.randn(8, 6)
+pipe = fxchimera.pipeline(
+    model, example_args=(x,), loss_fn=torch.nn.functional.mse_loss, num_stages=ranks, n_microbatches=4, schedule="1f1b"
+)
+pipe.step(x, target=target)
+pid = folder / f"{os.environ.get('RANK', '0')}.pid"
+pid.with_suffix(".new").write_text(str(os.getpid()))
+pid.with_suffix(".new").rename(pid)
+while True:
     pipe.step(x, target=target)
-    (folder / f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
-    while True:
-        pipe.step(x, target=target)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
