@@ -6,7 +6,9 @@ from fxchimera.schedule.action import Action
 from fxchimera.schedule.placement import Placement
 from fxchimera.schedule.timeline import Timeline
 
-__all__ = ["goes_up", "label", "ratio_text", "seconds", "summary"]
+__all__ = ["comparable", "goes_up", "label", "ratio_text", "seconds", "summary"]
+
+_FAR_APART = 10.0
 
 
 def goes_up(action: Action, placement: Placement) -> bool:
@@ -33,6 +35,12 @@ def summary(timeline: Timeline) -> str:
     return f"{timeline.name}: makespan {seconds(timeline.makespan)}, bubble {timeline.bubble:.1%} (with a barrier)"
 
 
+def comparable(predicted: Timeline, measured: Timeline) -> bool:
+    """Whether one scale shows both; seconds counted at an accelerator's rates are far from those of a CPU, for instance."""
+    short, long = sorted(timeline.makespan for timeline in (predicted, measured))
+    return long <= _FAR_APART * short or not short
+
+
 def ratio_text(predicted: Timeline, measured: Timeline) -> str:
     """How a prediction compares with what was measured, in one line.
 
@@ -42,5 +50,7 @@ def ratio_text(predicted: Timeline, measured: Timeline) -> str:
     here, there = predicted.placement.num_ranks, measured.placement.num_ranks
     if here != there:
         raise ValueError(f"a prediction for {here} ranks cannot be laid over a measurement of {there}")
-    ratio = f"{predicted.makespan / measured.makespan:.3f}" if measured.makespan else "-"
-    return f"predicted / measured makespan: {ratio}"
+    ratio = predicted.makespan / measured.makespan if measured.makespan else None
+    if comparable(predicted, measured):
+        return f"predicted / measured makespan: {'-' if ratio is None else f'{ratio:.3f}'}"
+    return f"predicted / measured makespan: {ratio:.2g}, so each is drawn to a scale of its own; pipe.profile() measures the costs"

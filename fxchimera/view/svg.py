@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from fxchimera.schedule.timeline import Event, Timeline
-from fxchimera.view.labels import goes_up, label, ratio_text, seconds, summary
+from fxchimera.view.labels import comparable, goes_up, label, ratio_text, seconds, summary
 
 __all__ = ["gantt", "pair"]
 
@@ -62,6 +62,8 @@ def gantt(*timelines: Timeline, width: int = 960) -> str:
 def pair(predicted: Timeline, measured: Timeline, *, width: int = 960) -> str:
     """Draws two runs of one order over each other: in every rank's lane the prediction above, pale, and what was measured below.
 
+    If they are not comparable, the prediction has a scale of its own, and the axis is that of the measurement.
+
     Args:
         predicted: The one.
         measured: The other.
@@ -71,17 +73,18 @@ def pair(predicted: Timeline, measured: Timeline, *, width: int = 960) -> str:
         ValueError: They have another number of ranks.
     """
     ratio, ranks = ratio_text(predicted, measured), predicted.placement.num_ranks
-    scale = _scale((predicted, measured), width)
+    on_axis = (predicted, measured) if comparable(predicted, measured) else (measured,)
+    scale = _scale(on_axis, width)
     titles = f"predicted: {summary(predicted)}", f"measured: {summary(measured)}; {ratio}"
     body = [f'<text x="4" y="{17 + 18 * line}">{escape(title)}</text>' for line, title in enumerate(titles)]
     top, pitch = _TITLE + 24, 2 * _HALF + 2 * _GAP
     body += _lanes(ranks, top, 2 * _HALF, width)
-    for timeline, rows in (
-        (predicted, _Rows(top, pitch, _HALF, messages=-5, style=" fxc-pale", word="predicted ")),
-        (measured, _Rows(top + _HALF, pitch, _HALF, messages=_HALF + 1, word="measured ")),
-    ):
-        body += [_bar(event, timeline, rows, scale) for event in timeline.events]
-    return _picture("; ".join(titles), body, top + ranks * pitch, (predicted, measured), width)
+    above = _Rows(top, pitch, _HALF, messages=-5, style=" fxc-pale", word="predicted ")
+    below = _Rows(top + _HALF, pitch, _HALF, messages=_HALF + 1, word="measured ")
+    own = scale if predicted in on_axis else _scale((predicted,), width)
+    body += [_bar(event, predicted, above, own) for event in predicted.events]
+    body += [_bar(event, measured, below, scale) for event in measured.events]
+    return _picture("; ".join(titles), body, top + ranks * pitch, on_axis, width)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ When there is no room for that, a cell is one letter for its micro-batch, small 
 c, ... count the micro-batches that go down, n, o, p, ... those that go up.  Durations that are multiples of one unit get exact
 cells.
 
-Two runs of one order, predicted and measured, have two rows a rank on one scale:
+Two runs of one order, predicted and measured, have two rows a rank on one scale (or two, if one would hardly be seen):
 
     rank 0  predicted  F0-F1-...B0====B1====......
             measured   F0--F1--....B0====B1======.
@@ -17,12 +17,12 @@ Two runs of one order, predicted and measured, have two rows a rank on one scale
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from fxchimera.schedule.action import Kind
 from fxchimera.schedule.placement import Placement
 from fxchimera.schedule.timeline import Event, Timeline
-from fxchimera.view.labels import label, ratio_text, summary
+from fxchimera.view.labels import comparable, label, ratio_text, summary
 
 __all__ = ["gantt", "pair"]
 
@@ -38,13 +38,13 @@ def gantt(timeline: Timeline, *, width: int = 100) -> str:
     heads = [f"rank {rank}" for rank in range(place.num_ranks)]
     margin = max(map(len, heads)) + 2
     scale, cells = _scale(timeline, max(width - margin, 1))
-    wide = _has_room((timeline,), scale)
+    wide = _has_room(timeline, scale)
     lines = [f"{head:<{margin}}{_row(timeline, rank, scale, cells, wide)}" for rank, head in enumerate(heads)]
     return "\n".join([summary(timeline), *lines, _legend(place, wide)]) + "\n"
 
 
 def pair(predicted: Timeline, measured: Timeline, *, width: int = 100) -> str:
-    """Draws two runs of one order over each other on one time scale, two rows a rank.
+    """Draws two runs of one order over each other, two rows a rank, on one time scale if they are comparable.
 
     Raises:
         ValueError: They have another number of ranks.
@@ -56,20 +56,21 @@ def pair(predicted: Timeline, measured: Timeline, *, width: int = 100) -> str:
     margin = len(f"rank {place.num_ranks - 1}") + 2
     cells = max(width - margin - label_width, 1)
     longest = max(timeline.makespan for timeline in both.values())
-    scale, cells = (cells / longest, cells) if longest else (0.0, 0)
-    wide = _has_room(tuple(both.values()), scale)
+    cells = cells if longest else 0
+    lengths = {name: longest if comparable(predicted, measured) else timeline.makespan for name, timeline in both.items()}
+    scales = {name: cells / length if length else 0.0 for name, length in lengths.items()}
+    wide = all(_has_room(timeline, scales[name]) for name, timeline in both.items())
     lines = [f"{name:<{label_width}}{summary(timeline)}" for name, timeline in both.items()]
     for rank in range(place.num_ranks):
         for head, (name, timeline) in zip((f"rank {rank}", ""), both.items(), strict=True):
-            lines.append(f"{head:<{margin}}{name:<{label_width}}{_row(timeline, rank, scale, cells, wide)}")
+            lines.append(f"{head:<{margin}}{name:<{label_width}}{_row(timeline, rank, scales[name], cells, wide)}")
     return "\n".join([*lines, ratio, _legend(place, wide)]) + "\n"
 
 
-def _has_room(timelines: Sequence[Timeline], scale: float) -> bool:
+def _has_room(timeline: Timeline, scale: float) -> bool:
     """Whether every cell can carry its label; rounding may take a part of a character, so whole ones are counted."""
-    every = [event for timeline in timelines for event in timeline.compute]
-    shortest = min((math.floor((event.end - event.start) * scale + 1e-6) for event in every), default=0)
-    return shortest >= max(map(_longest_label, timelines))
+    shortest = min((math.floor((event.end - event.start) * scale + 1e-6) for event in timeline.compute), default=0)
+    return shortest >= _longest_label(timeline)
 
 
 def _row(timeline: Timeline, rank: int, scale: float, cells: int, wide: bool) -> str:

@@ -46,6 +46,27 @@ def test_text_without_room_for_labels() -> None:
     ]
 
 
+def test_what_one_scale_cannot_show_has_two() -> None:
+    """Predicted by a model of another device: 4 ms where 8 s were measured; the prediction fills its row all the same."""
+    rows = text.pair(run(1e-3), run(2.0), width=43).splitlines()
+    assert rows[2:6] == [
+        "rank 0  predicted  F0----............B0====",
+        "        measured   F0----............B0====",
+        "rank 1  predicted  ......F0----B0====......",
+        "        measured   ......F0----B0====......",
+    ]
+    assert rows[6].startswith("predicted / measured makespan: 0.0005, so each is drawn to a scale of its own")
+    root = ElementTree.fromstring(svg.pair(run(1e-3), run(2.0), width=960))
+    ends = {"predicted": 0.0, "measured": 0.0}
+    for bar in root.iter(f"{SVG}rect"):
+        if (tip := bar.find(f"{SVG}title")) is not None:
+            name = str(tip.text).split()[0]
+            ends[name] = max(ends[name], float(bar.get("x")) + float(bar.get("width")))
+    assert ends == {"predicted": pytest.approx(944, abs=0.1), "measured": pytest.approx(944, abs=0.1)}
+    axis = [words.text for words in root.iter(f"{SVG}text") if words.get("text-anchor") == "end"]
+    assert axis == ["8 s"]
+
+
 def test_text_of_runs_that_take_no_time() -> None:
     nothing = Timeline("nothing", run().placement, ())
     assert text.pair(nothing, nothing).splitlines()[2:5:2] == ["rank 0  predicted  ", "rank 1  predicted  "]
