@@ -13,6 +13,7 @@ from torch import nn
 
 from fxchimera.errors import FxChimeraError
 from fxchimera.runtime.engine import Engine
+from fxchimera.runtime.jsonvalues import from_json
 from fxchimera.runtime.preparation import Preparation
 from fxchimera.runtime.saving import Held, load, save
 from fxchimera.runtime.state import gather_state, load_state, owned_state
@@ -92,7 +93,7 @@ class StatefulPipeline:
             values = load(self._held(), Path(folder), optimizer)
             self._step, self._pending = int(values["step"]), ()
             self._preparation.seed = int(values["seed"])
-        return dict(values["extra"])
+        return dict(from_json(values["extra"]))
 
     def _held(self) -> Held:
         return Held(self._model, self._owner, self._engine.owned, self._world)

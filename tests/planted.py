@@ -80,7 +80,7 @@ BUGS = (
         "tests/graph/test_split.py tests/local/test_carried_state.py"),
     Bug("two gradients on one memory", f"{_RUNTIME}/gradients.py", "parameter.grad = _own(parameter.grad)", "pass",
         "tests/local/test_shared_gradients.py"),
-    Bug("the index of a save is written in place", f"{_RUNTIME}/savedfiles.py",
+    Bug("the index of a save is written in place", f"{_RUNTIME}/savedindex.py",
         'path = folder / f"{INDEX}.tmp"', "path = folder / INDEX",
         "tests/local/test_saving.py tests/process/test_saving.py"),
     Bug("a killed rank is not looked for", f"{_RUNTIME}/fate.py", 'state in ("Z", "X")', "False",

@@ -6,7 +6,6 @@ shapes and the digest of every tensor, on all ranks.
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,18 +16,10 @@ import torch
 from torch import nn
 
 from fxchimera.errors import FxChimeraError
+from fxchimera.runtime.jsonvalues import to_json
 from fxchimera.runtime.optimizerstate import OptimizerState, is_distributed, optimizer_state, packed_state
-from fxchimera.runtime.savedfiles import (
-    Saved,
-    Stored,
-    commit,
-    damaged,
-    files_of,
-    read_index,
-    refuse_foreign,
-    remove_unused,
-    write_tensors,
-)
+from fxchimera.runtime.savedfiles import Stored, damaged, files_of, write_tensors
+from fxchimera.runtime.savedindex import Saved, commit, read_index, refuse_foreign, remove_unused
 from fxchimera.runtime.sharded import refuse_sharded
 from fxchimera.runtime.state import owned_state
 from fxchimera.runtime.weightfiles import Files
@@ -68,7 +59,7 @@ def save(held: Held, folder: Path, optimizer: torch.optim.Optimizer | None, valu
         held: what this process has.
         folder: made if need be; on a file system that all ranks share.
         optimizer: of this process's parameters.
-        values: anything that JSON can say; rank 0's are kept.
+        values: "step", "seed" and the user's "extra"; rank 0's are kept.
 
     Raises:
         FxChimeraError: A rank could not write; the folder's earlier checkpoint is whole.
@@ -110,12 +101,8 @@ def save(held: Held, folder: Path, optimizer: torch.optim.Optimizer | None, valu
 
 def _commit(folder: Path, parts: Sequence[_Part], values: Mapping[str, Any]) -> None:
     whole = {field: {name: value for part in parts for name, value in getattr(part, field).items()} for field in _Part.__slots__}
-    try:
-        json.dumps(values)
-    except (TypeError, ValueError) as error:
-        raise FxChimeraError(f"extra must be made of numbers, text, lists and dicts: {error}") from error
     rest = {field: whole[field] for field in ("states", "scalars", "options")}
-    commit(folder, Saved(whole["model"], whole["optimizer"], {**values, **rest}))
+    commit(folder, Saved(whole["model"], whole["optimizer"], {**values, "extra": to_json(values["extra"]), **rest}))
 
 
 def load(held: Held, folder: Path, optimizer: torch.optim.Optimizer | None) -> Mapping[str, Any]:

@@ -160,7 +160,7 @@ def _indexed(path: Path) -> dict[str, Path]:
     try:
         places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = {name: path.parent / Path(file).name for name, file in places.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FxChimeraError(f"checkpoint: the index {path} cannot be read ({type(error).__name__}: {error})") from error
     absent = sorted({file.name for file in files.values() if not file.is_file()})
     if absent:
