@@ -10,22 +10,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 
 from fxchimera.schedule import check, lower, make_order
 from tests.cycles import cycles
 from tests.faults import IN_USER_CODE, OF_PROCESSES, faults
+from tests.killing import can_trace
 from tests.local.wrapped import reference, step, wrap
 from tests.models import MODELS
 from tests.parity import Outcome, full_batch
 from tests.process import failing
 from tests.process.pool import Pool
+from tests.torn import Torn, damages
 
 _DEPTHS, _MOST = (2, 4, 6, 8, 16), 64
 _STAGES, _N = 4, 4
@@ -122,18 +127,35 @@ def leaks(pool: Pool, count: int) -> Iterator[Row]:
         yield Row("G6", f"{kind}: resident memory more than before", count, found.resident / 1e6, 5.0, "MB")
 
 
+def saves(kills: int) -> Iterator[Row]:
+    """G7: a save over an earlier one, killed before every system call and at random times; then one file damaged at a time."""
+    with tempfile.TemporaryDirectory() as folder:
+        torn = Torn(Path(folder))
+        answers = torn.at_calls(range(torn.calls())) if can_trace() else []
+        chosen = random.Random(0)
+        answers += torn.at_times(chosen.uniform(0.0, 0.06) for _ in range(max(kills - len(answers), 0)))
+        lost = sum(answer not in ("first", "second") for answer in answers)
+        yield Row("G7", "killed saves after which not one whole save is loaded, bitwise", len(answers), lost, 0, "saves")
+        damaged = damages(torn.second_folder, flips=kills, cuts=kills // 4)
+        yield Row(
+            "G7", "flipped bits and lost ends that are not refused at once", len(damaged), len(torn.accepted(damaged)), 0, "files"
+        )
+        torn.close()
+
+
 def main() -> int:
     """Measure, print, and return how many bars were missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=3, help="of each kind of failure")
     parser.add_argument("--cycles", type=int, default=100, help="of making and closing a pipeline")
+    parser.add_argument("--kills", type=int, default=200, help="of saves")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     pool, rows = Pool(_STAGES), []
     try:
-        for part in (parity(), proofs(), failures(pool, args.trials), leaks(pool, args.cycles)):
+        for part in (parity(), proofs(), failures(pool, args.trials), leaks(pool, args.cycles), saves(args.kills)):
             for row in part:
                 rows.append(row)
                 if not args.json:

@@ -28,7 +28,7 @@ def saved(tmp_path_factory):
     return folder, losses, state
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [2, 4, pytest.param(8, marks=pytest.mark.matrix)])
 def test_training_goes_on_at_another_number_of_stages(uninterrupted, saved, stages):
     """Dropout, batch norm, tied weights, two groups and a scheduler: bitwise the run that was never interrupted."""
     folder, first, _ = saved
