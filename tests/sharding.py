@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fxchimera
 from tests.workers import Caught, caught
 
-__all__ = ["build", "data", "plain", "refusals", "train"]
+__all__ = ["build", "data", "labels", "masked", "nothing_is_nan", "plain", "refusals", "train"]
 
 WIDTH, ROWS, STEPS = 8, 8, 3
 
@@ -129,6 +129,40 @@ def train(kind: str, schedule: str) -> dict[str, Any]:
         }  # fmt: skip
     finally:
         dist.destroy_process_group()
+
+
+def masked(schedule: str) -> dict[str, Any]:
+    """A step; in one of the two pipelines that FSDP2 joins no label of the second micro-batch counts, see :func:`labels`."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    own = mesh["dp"]
+    try:
+        x, y = data()[0], labels()
+        part = slice(own.get_local_rank() * ROWS // 2, (own.get_local_rank() + 1) * ROWS // 2)
+        with fxchimera.pipeline(
+            build(), example_args=(x[part],), loss_fn=nothing_is_nan, loss_weight=IGNORED, num_stages=2, n_microbatches=2,
+            schedule=schedule, device_mesh=mesh, parallelize=lambda stage_module, **_: shard_stage(own, stage_module),
+        ) as pipe:  # fmt: skip
+            loss = float(pipe.step(x[part], target=y[part]))
+            gradients = {name: whole(p.grad).clone() for name, p in pipe.named_parameters() if p.grad is not None}
+        return {"loss": loss, "gradients": gradients, "own": own.get_local_rank()}
+    finally:
+        dist.destroy_process_group()
+
+
+IGNORED = -100
+
+
+def nothing_is_nan(output: Tensor, target: Tensor) -> Tensor:
+    """A cross entropy whose gradients, not only its value, are nan when no label counts."""
+    counts = target != IGNORED
+    return (F.cross_entropy(output, target, ignore_index=IGNORED, reduction="none") * counts).sum() / counts.sum()
+
+
+def labels() -> Tensor:
+    """Classes of the rows; of the first half, which one pipeline gets, only the first micro-batch's count."""
+    y = torch.arange(ROWS) % 3
+    y[ROWS // 4 : ROWS // 2] = IGNORED
+    return y
 
 
 def plain() -> dict[str, Any]:

@@ -32,6 +32,7 @@ from fxchimera.runtime.program import Program
 from fxchimera.runtime.replica import Replica
 from fxchimera.runtime.report import KEPT_ACTIONS
 from fxchimera.runtime.script import Cue, Message, Script, Scripts
+from fxchimera.runtime.sharded import loss_without_weight
 from fxchimera.runtime.timed import Timed, shown
 from fxchimera.runtime.transport import Transport
 from fxchimera.runtime.width import Width
@@ -198,7 +199,8 @@ class _Run:
             loss = loss_of(output, target, job.loss_fn)
             if job.train and job.loss_fn is not None:
                 refuse_other_leaves(loss, outputs, ends, job.loss_fn, program.captured.model)
-            self._losses[microbatch] = loss
+            shared = program.shells and not job.weights[microbatch]
+            self._losses[microbatch] = loss_without_weight(loss, outputs) if shared else loss
             self.result.losses[microbatch] = loss.detach()
         if job.wants_outputs:
             self.result.outputs[microbatch] = output
@@ -210,7 +212,7 @@ class _Run:
         weight = job.weights[microbatch]
         with self._timed(cue.action), job.randomness(microbatch):
             loss = self._losses.pop(microbatch, None) if cue.is_last else None
-            if not weight:
+            if not weight and not (cue.program is not None and cue.program.shells):
                 loss = None  # nothing in it counts; a mean over nothing has nan gradients, and 0 times nan is nan
             gradients = replica.backward(microbatch, received, loss, weight * job.loss_scale)
         if cue.result is not None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from fxchimera.errors import FxChimeraError
 
-__all__ = ["fill", "is_sharded", "refuse_sharded", "reshard", "scale", "whole"]
+__all__ = ["fill", "is_sharded", "loss_without_weight", "refuse_sharded", "reshard", "scale", "whole"]
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -47,6 +47,16 @@ def reshard(root: nn.Module) -> None:
     for module in root.modules():
         if fsdp is not None and isinstance(module, fsdp.FSDPModule):
             module.reshard()
+
+
+def loss_without_weight(loss: torch.Tensor, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return what the backward of a micro-batch without weight can begin with, so that it runs and gives zeros.
+
+    FSDP2 exchanges gradients in every backward, so one that is left out would keep the other ranks waiting, where the micro-batch
+    may count.  It does not begin with the loss: a mean over nothing has nan gradients, and 0 times nan is nan.
+    """
+    ends = [output for output in outputs if output is not loss and output.requires_grad]
+    return torch.stack([(output * 0).sum().to(loss.dtype) for output in ends]).sum() if ends else loss
 
 
 def fill(target: torch.Tensor, value: torch.Tensor) -> None:

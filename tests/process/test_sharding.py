@@ -54,6 +54,22 @@ def test_gradients_and_parameters_are_those_of_the_plain_model(processes: Pool, 
         assert "save() takes whole tensors" in save
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zbv", marks=pytest.mark.matrix)])
+def test_a_micro_batch_without_weight_in_one_of_the_pipelines(processes: Pool, schedule: str) -> None:
+    """FSDP2 joins the two in every backward, so neither may leave one out; each loss is the mean over its own labels."""
+    ranks = processes.run(4, sharding.masked, schedule)
+    model, (x, _), y = sharding.build(), sharding.data(), sharding.labels()
+    half = sharding.ROWS // 2
+    losses = [sharding.nothing_is_nan(model(x[rows]), y[rows]) for rows in (slice(0, half), slice(half, None))]
+    (sum(losses) / 2).backward()
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    for answer in ranks:
+        assert answer["loss"] == pytest.approx(float(losses[answer["own"]].detach()), rel=1e-12)
+        for name, gradient in answer["gradients"].items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-9, atol=1e-12)
+    assert {name for answer in ranks for name in answer["gradients"]} == wanted.keys()
+
+
 def llama(kind: str, schedule: str) -> float:
     error: float = runpy.run_path(str(SCRIPT))["main"](kind, schedule)
     return error
