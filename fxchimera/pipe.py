@@ -225,7 +225,8 @@ class Pipeline(ObservedPipeline, DataParallel):
         """Let one thread at a time use the ranks; another is refused, because waiting could mean for ever."""
         if not self._in_use.acquire(blocking=False):
             raise FxChimeraError(
-                "the pipeline is at work for another call (from another thread, or a hook); make one call at a time"
+                f"the pipeline is at work for another call (from another thread than {threading.current_thread().name!r}, or this "
+                "one comes from a hook or loss_fn of the model); make one call at a time"
             )
         try:
             yield
@@ -244,7 +245,10 @@ class Pipeline(ObservedPipeline, DataParallel):
     def _trying(self, what: str) -> Iterator[None]:
         """Run steps that leave no trace inside; ``what`` is the call, for the error."""
         if not self._synchronise or self._pending:
-            raise FxChimeraError(f"{what} cannot run under no_sync(), or before the step that exchanges the gradients left by it")
+            raise FxChimeraError(
+                f"{what} cannot run under no_sync(), or before the step that exchanges the gradients left by it "
+                f"({len(self._pending)} steps left some); call it after that step"
+            )
         if not torch.is_grad_enabled():
             raise FxChimeraError(f"{what} runs backwards, but was called under torch.no_grad()")
         with self._alone():

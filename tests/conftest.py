@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import tempfile
 
+import pytest
 from hypothesis import settings
+
+from tests.errorpage.triggers import by_test, load
+from tests.errorpage.watch import RECORDER, Watch
 
 # Bitwise comparisons need equal thread counts, in this process and in those it starts; read when torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,3 +23,9 @@ os.environ.setdefault("FXCHIMERA_REPORTS", tempfile.mkdtemp(prefix="fxchimera-te
 settings.register_profile("repeatable", deadline=None, print_blob=True, derandomize=True)
 settings.register_profile("exploring", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The examples of tutorials/errors.md have to reach what they are examples of."""
+    RECORDER.install()
+    config.pluginmanager.register(Watch(by_test(load())), "errorpage")

@@ -111,8 +111,8 @@ def _module(place: str) -> ModuleType:
 
 def _run_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise FxChimeraError(f"{path} cannot be imported")
+    assert spec is not None, path  # as its name ends in .py
+    assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # dataclasses and pickles in it look themselves up
     spec.loader.exec_module(module)

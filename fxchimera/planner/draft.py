@@ -108,8 +108,12 @@ def draft(
     understood(recompute)
     if cost not in ("analytic", "measured"):
         raise FxChimeraError(f'cost must be "analytic" or "measured", got {cost!r}')
-    if cost == "measured" and any(parameter.is_meta for parameter in model.parameters()):
-        raise FxChimeraError('cost="measured" needs weights, but some are on the meta device; use cost="analytic"')
+    absent = [name for name, parameter in model.named_parameters() if parameter.is_meta] if cost == "measured" else []
+    if absent:
+        raise FxChimeraError(
+            f'cost="measured" needs weights, but {len(absent)} parameters are on the meta device ({absent[0]!r} first); use '
+            'cost="analytic"'
+        )
     points = modules_of(split_points)
     captured = capture(model, args, kwargs, num_stages=num_stages, closed=closed, opened=points, device=device, coarse=True)
     if cost == "measured":

@@ -33,5 +33,8 @@ def _address_of(interface: str) -> str:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
     except (ImportError, OSError) as error:
-        raise FxChimeraError(f"{INTERFACES} names {interface!r}, whose IPv4 address cannot be found: {error}") from error
+        here = ", ".join(name for _, name in socket.if_nameindex())
+        raise FxChimeraError(
+            f"{INTERFACES} names {interface!r}, whose IPv4 address cannot be found: {error}; the interfaces of this host are {here}"
+        ) from error
     return socket.inet_ntoa(answer[20:24])

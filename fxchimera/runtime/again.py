@@ -118,8 +118,8 @@ class _Frame:
     def _second(self) -> None:
         if self._versions != [_torch.version(tensor) for tensor in tensors_in(self._args)]:
             raise FxChimeraError(
-                "a value that enters a recomputed part of the model was written in place after it was read there, which the "
-                'recording did not show. Use recompute="none"'
+                f"a value that enters a recomputed part of the model ({self._calls()}) was written in place after it was read "
+                'there, which the recording did not show. Use recompute="none", or write to a copy'
             )
         args = tuple(_each_tensor(_alias, value) for value in self._args or ())
         try:
@@ -130,11 +130,14 @@ class _Frame:
                     self._keeping.run(self._body, args, second=True)
         except _Done:
             return
-        calls = [str(node.target) for node in self._body.graph.nodes if node.op == "call_module"] or ["operations"]
         raise FxChimeraError(
-            f"a recomputed part of the model ({calls[0]} to {calls[-1]}) saved {len(self._slots)} tensors for its backward the "
-            f'first time and {self._filled} the second: its forward is not a function of its inputs. Use recompute="none"'
+            f"a recomputed part of the model ({self._calls()}) saved {len(self._slots)} tensors for its backward the first time "
+            f'and {self._filled} the second: its forward is not a function of its inputs. Use recompute="none"'
         )
+
+    def _calls(self) -> str:
+        calls = [str(node.target) for node in self._body.graph.nodes if node.op == "call_module"] or ["operations"]
+        return f"{calls[0]} to {calls[-1]}"
 
     def _fill(self, tensor: Tensor) -> Tensor:
         slot, value = self._slots[self._filled](), tensor.detach()  # an operator's result, saved with its past, would be a cycle

@@ -23,6 +23,7 @@ _ALIKE = (
     "all {} pipelines were given the same batch, which adds nothing to what one of them computes; give each its own shard, by "
     "pipe.data_parallel_size and pipe.data_parallel_rank"
 )
+_AROUND = 60  # characters before and after a difference of two texts
 _COMMON = 3  # words of a call that all pipelines share: the call, whether the batch was accepted, and ``common``
 
 
@@ -60,14 +61,24 @@ def agree(world: World, what: str, text: str) -> None:
     """Collective: raise on every rank unless ``text`` is the same on all.
 
     Raises:
-        FxChimeraError: It differs; the message names the ranks.
+        FxChimeraError: It differs; the message names the ranks, and the first difference.
     """
-    texts = world.gather_objects(hashlib.sha256(text.encode()).hexdigest(), "pipeline()")
-    odd = [rank for rank, other in enumerate(texts) if other != texts[0]]
+    digests = world.gather_objects(hashlib.sha256(text.encode()).hexdigest(), "pipeline()")
+    odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if odd:
+        texts = world.gather_objects(text, "pipeline()")
+        ours, theirs = _difference(texts[0], texts[odd[0]])
         raise FxChimeraError(
-            f"ranks {odd} made another {what} than rank 0; every rank must build the same model and pass the same arguments"
+            f"ranks {odd} made another {what} than rank 0; every rank must build the same model and pass the same arguments. "
+            f"The first difference: rank 0 has {ours!r}, rank {odd[0]} has {theirs!r}"
         )
+
+
+def _difference(one: str, other: str) -> tuple[str, str]:
+    """Where two texts begin to differ, with a few words around it."""
+    shared = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    start = max(shared - _AROUND, 0)
+    return one[start : shared + _AROUND], other[start : shared + _AROUND]
 
 
 def agree_on_batch(world: World, call: Call, prepare: Callable[[], Prepared[_T]], trainable: int, settle: Callable[[], int]) -> _T:

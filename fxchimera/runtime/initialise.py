@@ -108,7 +108,10 @@ def _run(
 def _as_wanted(slot: Slot, tensor: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
     """What the user's code has left in a slot's place, in the form that the slot has."""
     if tensor.shape != slot.tensor.shape:
-        raise FxChimeraError(f"{slot} was initialised with the shape {tuple(tensor.shape)}")
+        raise FxChimeraError(
+            f"{slot} was initialised with the shape {tuple(tensor.shape)}, but the model was recorded with "
+            f"{tuple(slot.tensor.shape)}; fill it in place (torch.nn.init, copy_)"
+        )
     if tensor is not empty:
         with torch.no_grad():
             empty.copy_(tensor)

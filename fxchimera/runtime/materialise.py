@@ -92,10 +92,11 @@ def placed(captured: Captured, owner: Mapping[str, int], world: World) -> Device
 
 def refuse_meta(model: nn.Module, what: str) -> None:
     """Raise if a parameter has no values; ``what`` is the call that needs them."""
-    absent = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
-    if absent is not None:
+    absent = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if absent:
         raise FxChimeraError(
-            f"{what} runs the model, but parameter {absent!r} is on the meta device; give the model its weights before"
+            f"{what} runs the model, but {len(absent)} parameters are on the meta device, {absent[0]!r} first; give them values "
+            "before (model.to_empty() and load_state_dict)"
         )
 
 

@@ -115,9 +115,11 @@ def divide(
     """
     tensors, structure = flatten((args, dict(kwargs)))
     leaves = _leaves(args, kwargs, specs)
-    if [id(leaf.tensor) for leaf in leaves] != [id(tensor) for tensor in tensors]:
+    found = [id(leaf.tensor) for leaf in leaves]
+    if found != [id(tensor) for tensor in tensors]:
+        twice = [leaf.name for leaf in leaves if found.count(id(leaf.tensor)) > 1]
         raise BatchError(
-            "the batch holds the same container twice, so its tensors cannot be told apart by argument; "
+            f"the batch holds the same container twice, so its tensors cannot be told apart by argument ({', '.join(twice)}); "
             "pass each tensor as an argument of its own"
         )
     targets, target_structure = flatten(target)

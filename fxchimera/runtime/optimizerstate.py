@@ -65,7 +65,10 @@ def packed_state(optimizer: torch.optim.Optimizer, owned: Mapping[str, nn.Parame
         own = [names[number] for number in group["params"]]
         lacking = next((name for name in own if name not in saved.options), None)
         if lacking is not None:
-            raise FxChimeraError(f"the checkpoint has no optimizer state of parameter {lacking!r}, which the optimizer has")
+            raise FxChimeraError(
+                f"the checkpoint has no optimizer state of parameter {lacking!r}, which the optimizer has; it was saved with an "
+                f"optimizer of {len(saved.options)} parameters. Load into one of the same parameters, or leave optimizer= out"
+            )
         for key in saved.options[own[0]] if own else ():
             group[key] = _like(group.get(key), _one_value(key, {name: saved.options[name].get(key) for name in own}))
     return {"state": {number: own for number, own in state.items() if own}, "param_groups": groups}
@@ -130,5 +133,6 @@ def _plain(value: Any, what: str) -> Any:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
         raise FxChimeraError(
-            f"the optimizer's {what} is {value!r}, which is neither tensor, number, text nor a list of these"
+            f"the optimizer's {what} is {value!r}, which is neither tensor, number, text nor a list of these; make it one of them, "
+            "or leave optimizer= out"
         ) from error

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fxchimera.errors import FxChimeraError, PipelineError
+from fxchimera.errors import PipelineError
 from fxchimera.runtime.crew import Crew
 from fxchimera.runtime.failure import Failure
 from fxchimera.runtime.lanes import Lanes
@@ -290,6 +290,5 @@ def _meta(size: int) -> TensorMeta:
 
 def _present(payload: Payload) -> list[torch.Tensor]:
     values = [tensor for tensor in payload if tensor is not None]
-    if len(values) != len(payload):
-        raise FxChimeraError("a stage sent nothing where its recording has a value")
+    assert len(values) == len(payload), "a stage sent nothing where its recording has a value"
     return values

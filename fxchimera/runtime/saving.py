@@ -148,14 +148,17 @@ def _check_tensors(folder: Path, saved: Saved, targets: Mapping[str, torch.Tenso
     for name, target in targets.items():
         shape = _read(files, name).shape
         if shape != target.shape:
-            raise FxChimeraError(f"{folder} holds {name!r} with the shape {tuple(shape)}, but the model's is {tuple(target.shape)}")
+            raise FxChimeraError(
+                f"{folder} holds {name!r} with the shape {tuple(shape)}, but the model's is {tuple(target.shape)}; build the model "
+                "as it was saved"
+            )
 
 
 def _moments(folder: Path, saved: Saved, owned: Mapping[str, nn.Parameter]) -> OptimizerState:
     """Read the optimizer's state of this rank's parameters into memory."""
     values = saved.values
     if not values["options"]:
-        raise FxChimeraError(f"{folder} was saved without an optimizer; load it without one")
+        raise FxChimeraError(f"{folder} was saved without an optimizer; load it without optimizer=")
     files = files_of(folder, saved.optimizer)
     names = {name: values["states"].get(name, []) for name in owned}
     _refuse_damage(folder, damaged(files, saved.optimizer, [f"{name}.{key}" for name, keys in names.items() for key in keys]))
@@ -166,7 +169,7 @@ def _moments(folder: Path, saved: Saved, owned: Mapping[str, nn.Parameter]) -> O
 def _read(files: Files, name: str) -> torch.Tensor:
     value = files.read(name)
     if value is None:
-        raise FxChimeraError(f"{files.text} does not hold {name!r}")
+        raise FxChimeraError(f"{files.text} does not hold {name!r}, which the checkpoint's index lists; use another checkpoint")
     return value
 
 
@@ -181,7 +184,14 @@ def _compare(model: nn.Module, saved: Saved, folder: Path) -> None:
     expected = set(model.state_dict())
     missing, unexpected = sorted(expected - saved.model.keys()), sorted(saved.model.keys() - expected)
     if missing or unexpected:
-        raise FxChimeraError(f"{folder} does not fit the model: missing {missing[:4]}, unexpected {unexpected[:4]}")
+        raise FxChimeraError(
+            f"{folder} does not fit the model: of the model's {len(expected)} tensors it lacks {len(missing)} ({_some(missing)}), "
+            f"and it has {len(unexpected)} that the model lacks ({_some(unexpected)}); build the model as it was saved"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) or "none"
 
 
 def _own(world: World, call: Callable[[], _T]) -> _T | None:

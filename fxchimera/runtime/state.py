@@ -89,11 +89,17 @@ def _check(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
     expected = model.state_dict()
     missing, unexpected = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
     if strict and (missing or unexpected):
-        raise FxChimeraError(f"the state_dict does not fit the model: missing {missing}, unexpected {unexpected}")
+        raise FxChimeraError(
+            f"the state_dict does not fit the model: missing {missing}, unexpected {unexpected} ({len(missing)} and "
+            f"{len(unexpected)}, the model has {len(expected)}). strict=False loads what both have"
+        )
     for key in expected:
         theirs, ours = state.get(key), expected[key]
         if isinstance(theirs, torch.Tensor) and isinstance(ours, torch.Tensor) and theirs.shape != ours.shape:
-            raise FxChimeraError(f"the state_dict's {key!r} has shape {tuple(theirs.shape)}, the model's {tuple(ours.shape)}")
+            raise FxChimeraError(
+                f"the state_dict's {key!r} has shape {tuple(theirs.shape)}, the model's {tuple(ours.shape)}; build the model as it "
+                "was saved, or leave that key out and pass strict=False"
+            )
 
 
 def _to_cpu(value: Any) -> Any:

@@ -70,7 +70,9 @@ def simulate_fleet(
     plan = problem.plan(order)
     shop = make_shop(problem, plan)
     if retime(shop, NEVER, -1.0, -1, 0) >= NEVER:
-        raise ScheduleError(f"order {order.name!r} cannot proceed: its ranks wait for each other")
+        raise ScheduleError(
+            f"order {order.name!r} cannot proceed: its ranks wait for each other; check(lower(order)) names the actions"
+        )
     ends = _ends(shop, plan, pipelines, noise, seed)
     compute = np.max([ends[row[-1]] for row in plan.ranks if row], axis=0)
     last = float(np.max(compute))

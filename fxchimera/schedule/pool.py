@@ -50,7 +50,10 @@ class Pool:
         self.costs, self.unit = scaled(costs)
         self.shapes: list[Shape] = []
         self.problems: list[Problem] = []
-        refused = ScheduleError(f"no shape of {[shape.name for shape in shapes(num_ranks, number)]} is within {limits}")
+        refused = ScheduleError(
+            f"no shape of {[shape.name for shape in shapes(num_ranks, number)]} is within {limits} for {num_ranks} ranks, {number} "
+            f"micro-batches and costs of {len(costs.forward)} stages; allow more shapes, or more weight copies"
+        )
         for shape in shapes(num_ranks, number):
             if not _allowed(shape, limits) or shape.chunks * num_ranks % len(costs.forward):
                 continue
@@ -80,7 +83,9 @@ class Pool:
             return Problem.of(place, own, peak=limits.peak, split=limits.split)
         held = limits.activation_bytes or ()
         if len(held) != len(costs.forward):
-            raise ScheduleError("capacity is in bytes and needs activation_bytes, one entry a stage")
+            raise ScheduleError(
+                f"capacity is in bytes and needs activation_bytes, one entry a stage: {len(held)} for {len(costs.forward)} stages"
+            )
         finer = place.num_stages // len(held)
         holds = tuple(size / finer for size in held for _ in range(finer))
         return Problem(place, own, limits.capacity, holds, limits.split)

@@ -83,11 +83,17 @@ class Costs:
             raise ScheduleError(f"boundary_bytes has {len(self.boundary_bytes)} entries for {len(self.forward) - 1} boundaries")
         if self.backward and len(self.backward) != len(self.forward):
             raise ScheduleError(f"backward covers {len(self.backward)} stages and forward {len(self.forward)}")
-        numbers = *self.forward, *self.input_grad, *self.weight_grad, *self.backward, self.latency, *self.boundary_bytes
-        if not all(0 <= number < math.inf for number in numbers):
-            raise ScheduleError("seconds and bytes must be finite and not negative")
+        for name in ("forward", "input_grad", "weight_grad", "backward", "boundary_bytes"):
+            for stage, number in enumerate(getattr(self, name)):
+                if not 0 <= number < math.inf:
+                    raise ScheduleError(f"seconds and bytes must be finite and not negative, got {name}[{stage}]={number}")
+        if not 0 <= self.latency < math.inf:
+            raise ScheduleError(f"latency must be finite and not negative, got {self.latency} s")
         if not (self.bytes_per_second > 0 and self.sync_bytes_per_second > 0):
-            raise ScheduleError("bandwidths must be above 0 bytes per second")
+            raise ScheduleError(
+                f"bandwidths must be above 0 bytes per second, got bytes_per_second={self.bytes_per_second} and "
+                f"sync_bytes_per_second={self.sync_bytes_per_second}"
+            )
 
     @classmethod
     def uniform(cls, num_stages: int, forward: float = 1.0, backward: float = 2.0, latency: float = 0.0) -> Costs:

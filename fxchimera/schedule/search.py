@@ -94,7 +94,10 @@ class Search(Pool):
             self._the_other_way()
         found = self._tops()
         if not found:
-            raise ScheduleError(f"no order of {self.num_ranks} ranks and {self.number} micro-batches fits into {self.limits}")
+            raise ScheduleError(
+                f"no order of {self.num_ranks} ranks and {self.number} micro-batches fits into {self.limits}; raise its peak or "
+                "capacity"
+            )
         winner = min(found, key=lambda one: (one.makespan - 1e-12 * one.makespan, one.shape))
         problem = self.problems[winner.shape]
         if problem.split and 60 * problem.num_cells * _STARTED < self.budget:

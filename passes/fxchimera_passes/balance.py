@@ -177,8 +177,7 @@ def _cheapest(problem: Problem, limit: int) -> tuple[float, tuple[int, ...]] | N
 def _least_crossing(problem: Problem, optimum: int, limit: int) -> tuple[int, ...]:
     """The most even of the cuts within ``limit`` that send the fewest bytes."""
     found = _cheapest(problem, limit)
-    if found is None:
-        raise PartitionError("internal: the optimum of the first search is not feasible in the second")
+    assert found is not None, "the optimum of the first search is feasible in the second"
     least, best = found
     low, high = optimum, problem.bottleneck(best)
     while low < high:

@@ -44,7 +44,9 @@ def measured(captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any],
         raise CaptureError(f"repeats must be at least 1, got {repeats}")
     expected = sum(node.op == "placeholder" for node in captured.graph.nodes)
     if len(tensors) != expected:
-        raise CaptureError(f"the batch holds {len(tensors)} tensors, the recorded one held {expected}")
+        raise CaptureError(
+            f"the batch holds {len(tensors)} tensors, the recorded one held {expected}; pass arguments of the same form"
+        )
     with _restored(captured), collecting():  # a wrong answer on the way is not of interest
         return _Meter(captured, repeats).run(tensors)
 

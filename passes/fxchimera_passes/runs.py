@@ -90,7 +90,8 @@ def _scale(costs: Sequence[float]) -> float:
     """A power of two (1.0 for whole numbers) by which ``costs`` become whole numbers with an exact sum."""
     values = np.asarray(costs, np.float64)
     if values.size and (not np.isfinite(values).all() or values.min() < 0.0):
-        raise PartitionError("costs must be finite and not negative")
+        odd = int(np.argmax(~np.isfinite(values) | (values < 0.0)))
+        raise PartitionError(f"costs must be finite and not negative, got costs[{odd}]={values[odd]}")
     total = float(values.sum())
     if total == 0.0 or (total < _EXACT_TOTAL and bool((values == np.floor(values)).all())):
         return 1.0

@@ -97,7 +97,10 @@ class Ground:
         """
         live = sweep(captured)
         if not live.carried:
-            raise PartitionError("nothing to cut into stages: the recorded forward runs no operation on a parameter")
+            raise PartitionError(
+                f"nothing to cut into stages: none of the {len(live.nodes)} operations of {type(captured.model).__name__}.forward "
+                f"reads one of the model's {len(captured.parameters)} parameters; a pipeline is for models that are trained"
+            )
         return cls(live, contract(captured, live, costs))
 
 

@@ -159,7 +159,7 @@ def _checked(new: Stage, old: Stage, before: NodeCosts) -> Stage:
     if extra:
         raise PartitionError(
             f"stage {new.index} would read parameters {extra[:3]} in the other recording, which it did not read in the first: "
-            "the model takes another path there"
+            "the model takes another path there. Keep what the paths do not share in one submodule"
         )
     forward = _scaled(old.forward_seconds, new.forward_seconds, old.nodes, before.forward)
     once, estimate = old.backward_seconds - old.recompute_seconds, new.backward_seconds - new.recompute_seconds

@@ -27,6 +27,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from fxchimera_passes.soundness import checked_reads
+from tests.errorpage.watch import RECORDER
 
 __all__ = ["Pool"]
 
@@ -122,7 +123,8 @@ class Pool:
                 assert isinstance(connection, multiprocessing.connection.Connection)
                 rank = waiting.pop(connection)
                 try:
-                    answers[rank] = pickle.loads(connection.recv_bytes())
+                    answers[rank], hits = pickle.loads(connection.recv_bytes())
+                    RECORDER.add(hits)
                 except EOFError:
                     process = self._workers[rank][0]
                     process.join(1.0)
@@ -148,6 +150,7 @@ class Pool:
 
 def _serve(connection: multiprocessing.connection.Connection, dump: Path) -> None:
     """A worker's life."""
+    RECORDER.install()
     with dump.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         while True:
@@ -161,7 +164,7 @@ def _serve(connection: multiprocessing.connection.Connection, dump: Path) -> Non
                 except BaseException:
                     answer = (False, f"raised\n{traceback.format_exc()}")
             # pickled here: torch's own way of sending tensors shares memory that dies with this process
-            connection.send_bytes(pickle.dumps(answer))
+            connection.send_bytes(pickle.dumps((answer, RECORDER.take())))
 
 
 @contextmanager

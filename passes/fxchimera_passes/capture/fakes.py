@@ -29,7 +29,9 @@ def capture_device(model: nn.Module, inputs: Sequence[Tensor], device: torch.dev
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     here = ["cpu"] + ([accelerator.type] if accelerator is not None else [])
     if found.type not in here:
-        raise CaptureError(f"the model cannot be recorded for {found}: this host has only {' and '.join(here)}")
+        raise CaptureError(
+            f"the model cannot be recorded for {found}: this host has only {' and '.join(here)}; move the model and batch there"
+        )
     return found
 
 

@@ -23,7 +23,10 @@ def check_model(model: nn.Module) -> None:
     """
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
-        raise CaptureError(f"{lazy[0]} and {len(lazy) - 1} more parameters have no shape yet: run one forward of the model first")
+        raise CaptureError(
+            f"{len(lazy)} parameters of {type(model).__name__} have no shape yet, {lazy[0]!r} first: run one forward of the model "
+            "before it is wrapped"
+        )
     if hooks_of(model)[1]:
         raise CaptureError(
             f"{type(model).__name__} itself has backward hooks, which no stage could call: register them on its submodules"

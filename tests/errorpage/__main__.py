@@ -1,0 +1,46 @@
+"""``python -m tests.errorpage [TESTS]``: run tests, note which errors they reach, and write the page of errors anew.
+
+Without tests the page is made from the examples that are known. With tests (whatever pytest takes), those that reach a site without
+a good example become its example, and the messages of examples among them are noted again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.errorpage.page import PAGE, page
+from tests.errorpage.sites import ROOT, all_sites
+from tests.errorpage.triggers import load, merged, problems, save
+from tests.errorpage.watch import HITS_FILE
+
+
+def main(tests: list[str]) -> int:
+    """Do it; the exit status is 1 when a site has no good example."""
+    hits, seconds = _run(tests) if tests else ([], {})
+    triggers = merged(load(), hits, all_sites(), seconds)
+    save(triggers)
+    PAGE.write_text(page(all_sites(), triggers))
+    found = problems(triggers, all_sites())
+    print("\n".join([*found, f"{PAGE.relative_to(ROOT)}: {len(all_sites())} sites, {len(found)} problems"]))  # noqa: T201
+    return 1 if found else 0
+
+
+def _run(tests: list[str]) -> tuple[list[tuple[str, str, str]], dict[str, float]]:
+    """What the tests reached, and their seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "hits")
+        file.touch()
+        subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", *tests], cwd=ROOT, env={**os.environ, HITS_FILE: str(file)}, check=True
+        )
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return [(test, key, text) for test, key, text, _ in lines], {test: spent for test, _, _, spent in lines}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
