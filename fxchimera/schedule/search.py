@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 
-from fxchimera.errors import ScheduleError
 from fxchimera.schedule.beam import beam
 from fxchimera.schedule.fold import folded_plan, unfold
 from fxchimera.schedule.limits import Found, Limits
@@ -62,22 +61,14 @@ class Search(Pool):
         self.trials = [trials(problem, seed) for problem in self.problems]
 
     def go(self) -> Found:
-        """The search.
-
-        Raises:
-            ScheduleError: Nothing fits into the limits.
-        """
+        """The search."""
         number, plan = self.run()
         order = self.problems[number].order(plan, "auto")
         makespans = {self.shapes[one.shape].name: one.makespan for one in self._tops()}
         return self.found(number, order, makespans)
 
     def run(self) -> tuple[int, Plan]:
-        """The shape and the plan of the best order.
-
-        Raises:
-            ScheduleError: Nothing fits into the limits.
-        """
+        """The shape and the plan of the best order."""
         self.publish()
         if self.unpriced_first:
             self._forget_the_price()
@@ -93,11 +84,7 @@ class Search(Pool):
         if self.both_ways:
             self._the_other_way()
         found = self._tops()
-        if not found:
-            raise ScheduleError(
-                f"no order of {self.num_ranks} ranks and {self.number} micro-batches fits into {self.limits}; raise its peak or "
-                "capacity"
-            )
+        assert found, "a rule finds an order of every shape that has room for one micro-batch"
         winner = min(found, key=lambda one: (one.makespan - 1e-12 * one.makespan, one.shape))
         problem = self.problems[winner.shape]
         if problem.split and 60 * problem.num_cells * _STARTED < self.budget:

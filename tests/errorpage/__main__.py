@@ -20,26 +20,24 @@ from tests.errorpage.watch import HITS_FILE
 
 
 def main(tests: list[str]) -> int:
-    """Do it; the exit status is 1 when a site has no good example."""
-    hits, seconds = _run(tests) if tests else ([], {})
+    """Do it; the exit status is 1 when a site has no good example, or a test failed, of which nothing is noted."""
+    hits, seconds, failed = _run(tests) if tests else ([], {}, 0)
     triggers = merged(load(), hits, all_sites(), seconds)
     save(triggers)
     PAGE.write_text(page(all_sites(), triggers))
     found = problems(triggers, all_sites())
     print("\n".join([*found, f"{PAGE.relative_to(ROOT)}: {len(all_sites())} sites, {len(found)} problems"]))  # noqa: T201
-    return 1 if found else 0
+    return 1 if found or failed else 0
 
 
-def _run(tests: list[str]) -> tuple[list[tuple[str, str, str]], dict[str, float]]:
-    """What the tests reached, and their seconds."""
+def _run(tests: list[str]) -> tuple[list[tuple[str, str, str]], dict[str, float], int]:
+    """What the tests reached that passed, their seconds, and pytest's exit status."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "hits")
         file.touch()
-        subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", *tests], cwd=ROOT, env={**os.environ, HITS_FILE: str(file)}, check=True
-        )
+        done = subprocess.run([sys.executable, "-m", "pytest", "-q", *tests], cwd=ROOT, env={**os.environ, HITS_FILE: str(file)})
         lines = [json.loads(line) for line in file.read_text().splitlines()]
-    return [(test, key, text) for test, key, text, _ in lines], {test: spent for test, _, _, spent in lines}
+    return [(test, key, text) for test, key, text, _ in lines], {test: spent for test, _, _, spent in lines}, done.returncode
 
 
 if __name__ == "__main__":
