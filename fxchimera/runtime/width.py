@@ -104,6 +104,5 @@ class Width:
         return self.wait(self._thread.ask(call), what)
 
     def _members(self) -> Circle:
-        if self._circle is None:
-            raise FxChimeraError("this pipeline has been closed; wrap the model again to go on")
+        assert self._circle is not None, "a pipeline that has been closed refuses its calls before"
         return self._circle

@@ -98,8 +98,8 @@ class Ground:
         live = sweep(captured)
         if not live.carried:
             raise PartitionError(
-                f"nothing to cut into stages: none of the {len(live.nodes)} operations of {type(captured.model).__name__}.forward "
-                f"reads one of the model's {len(captured.parameters)} parameters; a pipeline is for models that are trained"
+                f"nothing to cut into stages: {type(captured.model).__name__}.forward runs no operation on one of the model's "
+                f"{len(captured.parameters)} parameters, only {len(live.nodes)} that any stage can repeat"
             )
         return cls(live, contract(captured, live, costs))
 

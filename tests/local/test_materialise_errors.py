@@ -148,5 +148,5 @@ def test_measured_costs_need_weights():
 
 
 def test_the_reference_needs_weights():
-    with pytest.raises(FxChimeraError, match=r"parameter '0\.weight' is on the meta device"):
+    with pytest.raises(FxChimeraError, match=r"4 parameters are on the meta device, '0\.weight' first"):
         fxchimera.reference(on_meta(layers), torch.ones(4, WIDTH), loss_fn=torch.mean, num_stages=2, n_microbatches=2)

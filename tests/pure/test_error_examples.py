@@ -188,6 +188,7 @@ def test_the_demo_on_a_python_without_its_text(monkeypatch: pytest.MonkeyPatch) 
         ("mine.py:build", "import torch\nraise KeyError(3)", r"importing mine.py raised KeyError: 3 \(.*mine.py:2\)"),
         ("mine.py:build", "def build():\n    return 1 / 0", r"mine.py:build raised ZeroDivisionError: .*mine.py:2"),
         ("mine.py:build", "import torch\ndef build():\n    return torch.nn.ReLU(), 1", "args of type int; args is a tuple"),
+        ("mine.py:build", "import torch\ndef build():\n    return torch.nn.ReLU(), (1,), {}, 3", "a loss_fn of type int"),
     ],
 )
 def test_what_cannot_be_planned(
