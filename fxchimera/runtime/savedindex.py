@@ -108,14 +108,16 @@ def read_index(folder: Path) -> Saved:
         text = path.read_text(encoding="utf-8")
         index = json.loads(text)
     except FileNotFoundError:
-        raise FxChimeraError(f"{folder} holds no checkpoint: there is no {INDEX}") from None
+        raise FxChimeraError(f"{folder} holds no checkpoint: there is no {INDEX}; name a folder that pipe.save was given") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise FxChimeraError(f"the index {path} cannot be read ({type(error).__name__}: {error})") from error
+        raise FxChimeraError(
+            f"the index {path} cannot be read ({type(error).__name__}: {error}); use another checkpoint"
+        ) from error
     if not isinstance(index, dict) or "fxchimera" not in index:
         raise FxChimeraError(f"{path} was not written by pipe.save; for its weights alone use fxchimera.pipeline(..., checkpoint=)")
     same = text == _text(index)  # else a bit may have gone that JSON does not care about, as in 1e-05 and 1E-05
     if index.pop("digest", None) != _digest_of_index(index) or not same:
-        raise FxChimeraError(f"the index {path} is damaged: its content does not match its digest")
+        raise FxChimeraError(f"the index {path} is damaged: its content does not match its digest; use another checkpoint")
     try:
         saved = _saved(index)
         _check(saved, index["fxchimera"]["headers"], folder)

@@ -79,7 +79,7 @@ GROUPS = (
         "Saving and loading",
         "A checkpoint that is there already stays whole when `save` raises; model and optimizer stay as they were "
         "when `load` raises.",
-        tuple(_R + name for name in ("saving", "savedfiles", "optimizerstate", "state", "sharded")),
+        tuple(_R + name for name in ("saving", "savedfiles", "savedindex", "optimizerstate", "state", "sharded")),
     ),
     Group(
         "With torch.compile, FSDP, tensor parallelism, torch.distributed.pipelining",

@@ -53,7 +53,7 @@ def merged(
     """``triggers`` with what tests reached: (test, key, message) each; a good example that is there already stays.
 
     Args:
-        triggers: By key; those of keys that no site has are left out.
+        triggers: By key; those of keys that no site has are left out, unless a function has moved to another module.
         hits: What tests reached.
         sites: All of the product.
         seconds: How long tests took, where known.
@@ -61,7 +61,9 @@ def merged(
     hits = list(hits)
     known = {site.key: site for site in sites}
     reaches = Counter(test for test, _, _ in hits)
-    chosen = {key: trigger for key, trigger in triggers.items() if key in known}
+    left = {_within(key): trigger for key, trigger in triggers.items() if key not in known}
+    chosen = {key: triggers[key] for key in known if key in triggers}
+    chosen.update({key: left[_within(key)] for key in known if key not in chosen and _within(key) in left})
     candidates: dict[str, list[Trigger]] = {}
     for test, key, seen in hits:
         if key in known and function_of(test) is not None:
@@ -72,6 +74,11 @@ def merged(
         if same or not usable:
             chosen[key] = same[0] if same else min(found, key=lambda trigger: _rank(trigger.test, reaches, seconds))
     return chosen
+
+
+def _within(key: str) -> str:
+    """A key without its module."""
+    return key.partition(":")[2]
 
 
 def problems(triggers: Mapping[str, Trigger], sites: Iterable[Site]) -> list[str]:

@@ -215,6 +215,15 @@ def test_loading_a_model_of_another_width(tmp_path: Path) -> None:
         pipe.load(tmp_path)
 
 
+def test_loading_when_a_file_is_gone(tmp_path: Path) -> None:
+    with wrapped(chain(4), X, num_stages=2, n_microbatches=2) as pipe:
+        pipe.save(tmp_path)
+        gone = min(tmp_path.glob("*.safetensors"))
+        gone.unlink()
+        with pytest.raises(FxChimeraError, match=f"is damaged: {gone.name} cannot be read .*; use another checkpoint"):
+            pipe.load(tmp_path)
+
+
 def test_loading_what_the_files_lack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with wrapped(chain(4), X, num_stages=2, n_microbatches=2) as pipe:
         pipe.save(tmp_path)

@@ -28,7 +28,7 @@ from fxchimera.runtime.microbatch import ChunkSpecs, divide
 from fxchimera.runtime.patience import Patience
 from fxchimera.runtime.placedloss import _Placed
 from fxchimera.runtime.safety import refuse_unsafe
-from fxchimera.runtime.savedfiles import Saved, Stored, commit
+from fxchimera.runtime.savedindex import Saved, Stored, commit
 from fxchimera.runtime.torch_pipe import whole_model
 from fxchimera.runtime.width import Width
 from fxchimera.runtime.wires import _dial
