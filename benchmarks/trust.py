@@ -120,7 +120,7 @@ def leaks(pool: Pool, count: int) -> Iterator[Row]:
     """G6: what is left after making and closing pipelines, as threads and as processes."""
     left = {
         "threads": cycles(count, _STAGES, "chimera"),
-        "processes": max(pool.run(2, cycles, count, 2, "chimera", limit=600.0), key=lambda one: one.resident),
+        "processes": max(pool.run(2, cycles, count, 2, "chimera", limit=60.0 + 6 * count), key=lambda one: one.resident),
     }
     for kind, found in left.items():
         yield Row("G6", f"{kind}: threads and open files more than before", count, len(found.threads) + len(found.files), 0, "")

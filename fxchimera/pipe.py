@@ -71,6 +71,8 @@ class Pipeline(ObservedPipeline, DataParallel):
         agree(world, "plan", repr(first.plan) + self._orders.step.digest() + repr(sizes))
         self._owner = owner_process(model, first.plan, self._names, order.placement)
         self._engine = Engine(model, first, self._orders, world, deferred=batch_norm == "deferred")
+        for executor in self._engine.executors:
+            executor.memory = plan.memory[executor.rank].words()
         self._preparation = Preparation(
             model, programs, self._engine, world, loss_fn=loss_fn, loss_weight=loss_weight, specs=specs, seed=seed
         )

@@ -23,7 +23,7 @@ from tests.models import Example
 
 __all__ = ["Left", "cycles", "late_threads"]
 
-_WARM = 3  # cycles, and a quarter of those that count, fill the caches of torch, the allocator and the interpreter
+_WARM = 3  # cycles, and as many as those that count, fill the caches of torch, the allocator and the interpreter; see below
 _END_SECONDS = 10.0  # for a thread that has been told to end; on a busy machine it may not have run yet
 
 
@@ -37,8 +37,12 @@ class Left:
 
 
 def cycles(count: int, stages: int, schedule: str) -> Left:
-    """Make a pipeline, take a step and close it, ``count`` times."""
-    for _ in range(_WARM + count // 4):
+    """Make a pipeline, take a step and close it, ``count`` times, after as many to warm up.
+
+    Resident memory of a process grew by 49, 2.6, 1.1, 0.7, 0.5, 0.1, 0.2, 0.3, 0.6 and 0.0 MB in ten times 50 cycles: it comes to
+    rest, so it is what allocators and caches fill up with, and not what a cycle leaves.
+    """
+    for _ in range(_WARM + count):
         _cycle(stages, schedule)
     threads, files, resident = set(threading.enumerate()), _files(), _resident()
     for _ in range(count):

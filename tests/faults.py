@@ -10,13 +10,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.local.toys import WIDTH, chain, data, seeded
 from tests.models import Example
 
-__all__ = ["HARMLESS", "IN_USER_CODE", "LATE_SECONDS", "OF_PROCESSES", "Fault", "PlantedError", "faults", "in_thread_of", "plant"]
+__all__ = [
+    "HARMLESS", "IN_USER_CODE", "LATE_SECONDS", "OF_PROCESSES", "STUCK", "STUCK_SECONDS", "WAIT_SECONDS", "Fault", "PlantedError",
+    "faults", "in_thread_of", "plant", "throw",
+]  # fmt: skip
 
 N = 4
 
@@ -40,18 +44,24 @@ IN_USER_CODE = {
     "backward": "PlantedError: in backward",
     "loss": "PlantedError: in the loss",
     "stop iteration": "StopIteration: planted",
-    "memory": "MemoryError: planted",
+    "memory": "MemoryError: planted (the plan predicted ",
+    "device memory": "OutOfMemoryError: planted (the plan predicted ",
+    "extra call": "FxChimeraError: the pipeline is at work for another call",
+    "thrown": "PlantedError: ",
     "interrupted": "KeyboardInterrupt: planted",
     "exit": "SystemExit: planted",
 }
+STUCK = {"stuck": "has waited {:g} s for it; it is at: stage "}  # alive, but it does not come back from the user's code in time
 OF_PROCESSES = {"kill": "is gone", "stop": "has been stopped", "leave": "is gone"}
 HARMLESS = ("late", "busy", "nap")
 LATE_SECONDS = 3.0
+WAIT_SECONDS, STUCK_SECONDS = 1.5, 4.0
 
 _RAISED: dict[str, BaseException] = {
     "forward": PlantedError("in forward"),
     "stop iteration": StopIteration("planted"),
     "memory": MemoryError("planted"),
+    "device memory": torch.OutOfMemoryError("planted"),
     "interrupted": KeyboardInterrupt("planted"),
     "exit": SystemExit("planted"),
 }
@@ -68,10 +78,12 @@ def faults(kind: str, stages: int) -> list[Fault]:
 def plant(fault: Fault, on_victim: Callable[[], bool], seconds: float = LATE_SECONDS) -> tuple[Example, Callable[..., None]]:
     """Make an example, and a function that makes the fault due, at its place or in another forward.
 
-    ``on_victim`` tells whether it is called on the victim; ``seconds`` is how long a harmless one takes.
+    ``on_victim`` tells whether it is called on the victim; ``seconds`` is how long a harmless one takes.  The function's second
+    argument is what an extra call calls.
     """
     x, target = data(2 * N, WIDTH)
     model, left = seeded(lambda: chain(4)), [0]
+    calls: list[Callable[[], object]] = []
 
     def due() -> bool:
         if not left[0] or not on_victim():
@@ -80,7 +92,9 @@ def plant(fault: Fault, on_victim: Callable[[], bool], seconds: float = LATE_SEC
         return left[0] == 0
 
     def before(module: nn.Module, inputs: tuple[Tensor]) -> None:
-        if fault.kind != "loss" and due():
+        if fault.kind == "extra call" and due():
+            calls[0]()
+        elif fault.kind != "loss" and due():
             _strike(fault.kind, inputs[0], seconds)
 
     def loss_fn(output: Tensor, wanted: Tensor) -> Tensor:
@@ -91,8 +105,9 @@ def plant(fault: Fault, on_victim: Callable[[], bool], seconds: float = LATE_SEC
     for layer in model.children():
         layer.register_forward_pre_hook(before)
 
-    def arm(call: int = fault.call) -> None:
+    def arm(call: int = fault.call, extra: Callable[[], object] | None = None) -> None:
         left[0] = call
+        calls[:] = [extra] if extra is not None else []
 
     return Example(model, (x,), {}, target, loss_fn), arm
 
@@ -104,12 +119,19 @@ def _strike(kind: str, x: Tensor, seconds: float) -> None:
         (x if x.requires_grad else x.requires_grad_()).register_hook(_raise_in_backward)
     elif kind == "leave":
         os._exit(0)
-    elif kind in ("late", "nap"):
-        time.sleep(seconds)
+    elif kind in ("late", "nap", "stuck"):
+        time.sleep(STUCK_SECONDS if kind == "stuck" else seconds)
+    elif kind == "thrown":
+        throw(threading.get_ident(), PlantedError)
     elif kind == "busy":
         ctypes.PyDLL(None).usleep(int(1e6 * seconds))  # with the interpreter to itself
     else:
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
+
+
+def throw(thread: int, error: type[BaseException]) -> None:
+    """Raise an exception in a thread from outside, as debuggers and tools that limit time do."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
 
 
 def _raise_in_backward(gradient: Tensor) -> None:

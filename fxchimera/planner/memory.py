@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fxchimera.planner.caps import readable_bytes
 from fxchimera.schedule.action import Kind
 from fxchimera.schedule.order import Order
 from fxchimera.schedule.placement import Placement
@@ -59,6 +60,15 @@ class RankMemory:
         """All of it, in bytes."""
         held = self.activations + self.recomputation + self.messages
         return self.parameters + self.gradients + self.optimizer + self.mirrors + held
+
+    def words(self) -> str:
+        """What to compare with, and to do, when this rank has run out of memory."""
+        held = ", ".join(f"{count} of stage {stage}" for _, stage, count in self.in_flight)
+        return (
+            f"the plan predicted {readable_bytes(self.total)} for rank {self.rank}, {readable_bytes(self.activations)} of it "
+            f"activations of micro-batches in flight ({held}); memory= keeps plans within a limit, recompute= and more "
+            "micro-batches need less"
+        )
 
     def as_dict(self) -> dict[str, object]:
         """The fields and the total; ready for JSON."""

@@ -33,6 +33,7 @@ from fxchimera.runtime.replica import Replica
 from fxchimera.runtime.report import KEPT_ACTIONS
 from fxchimera.runtime.script import Cue, Message, Script, Scripts
 from fxchimera.runtime.sharded import loss_without_weight
+from fxchimera.runtime.shortage import is_shortage
 from fxchimera.runtime.timed import Timed, shown
 from fxchimera.runtime.transport import Transport
 from fxchimera.runtime.width import Width
@@ -64,6 +65,7 @@ class Executor:
         self.exchange, self.replicas, self.lane = exchange, replicas, lane
         self._placement, self._transport, self._failure = placement, transport, failure
         self._scripts = Scripts(rank, placement, replicas)
+        self.memory = ""  # what the plan says of it, for an error
         self.recent: deque[Event] = deque(maxlen=KEPT_ACTIONS)
         self._buckets = Buckets(rank, exchange, replicas, width) if width is not None else None
 
@@ -102,6 +104,8 @@ class Executor:
         if self._failure.cause is not None:
             return self._failure.cause.error()
         text = f"{run.position.on_rank()}: {type(error).__name__}: {error}"
+        if is_shortage(error) and self.memory:
+            text += f" ({self.memory})"
         return self._failure.report(self._failure.cause_at(self.rank, text)).error()
 
 

@@ -6,12 +6,15 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tests.faults import IN_USER_CODE, OF_PROCESSES, Fault
+from tests.faults import IN_USER_CODE, OF_PROCESSES, STUCK, STUCK_SECONDS, WAIT_SECONDS, Fault
 from tests.process.pool import Pool
 
-__all__ = ["assert_all_name_the_culprit"]
+__all__ = ["SAID", "SECONDS", "assert_all_name_the_culprit"]
 
-SECONDS = {**dict.fromkeys(IN_USER_CODE, 2.0), "kill": 3.0, "leave": 3.0, "stop": 10.0}  # the bars, of an idle machine
+SECONDS = {  # the bars, of an idle machine; one that is stuck learns it when it comes back
+    **dict.fromkeys(IN_USER_CODE, 2.0), "kill": 3.0, "leave": 3.0, "stop": 10.0, "stuck": STUCK_SECONDS + 2.0,
+}  # fmt: skip
+SAID = {**IN_USER_CODE, **OF_PROCESSES, **{kind: text.format(WAIT_SECONDS) for kind, text in STUCK.items()}}  # by kind
 CLOSE_SECONDS = 5.0
 SLACK = 4.0  # times as long on a busy one
 
@@ -21,7 +24,7 @@ def assert_all_name_the_culprit(
 ) -> None:
     """Run ``meet(*arguments, fault, stages, schedule)`` on all ranks; it returns a :data:`tests.process.failing.Ending`."""
     lost = fault.kind in OF_PROCESSES
-    wanted = {**IN_USER_CODE, **OF_PROCESSES}[fault.kind]
+    wanted = SAID[fault.kind]
     if lost:
         answers = processes.survivors(stages, fault.victim, meet, *arguments, fault, stages, schedule)
     else:

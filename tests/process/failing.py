@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from fxchimera.runtime import pulse
 from tests import workers
-from tests.faults import Fault, plant
+from tests.faults import STUCK, WAIT_SECONDS, Fault, plant
 from tests.local.wrapped import step, wrap
 from tests.parity import assert_same_tensors, gradients_of
 
@@ -32,10 +32,10 @@ def _outcome(call: Callable[[], object]) -> tuple[str, str, float]:
 def meet(fault: Fault, stages: int, schedule: str) -> Ending:
     """Train; the fault falls into the second step, and everybody tells how that ended; gradients must be as before it."""
     example, arm = plant(fault, lambda: workers.rank() == fault.victim)
-    pipe = wrap(example, stages, 4, schedule, wait_seconds=50.0)
+    pipe = wrap(example, stages, 4, schedule, wait_seconds=WAIT_SECONDS if fault.kind in STUCK else 50.0)
     step(pipe, example)
     before = gradients_of(example.model)
-    arm()
+    arm(extra=lambda: step(pipe, example))
     error, text, seconds = _outcome(lambda: step(pipe, example))
     if error:
         assert_same_tensors(gradients_of(example.model), before)

@@ -7,21 +7,22 @@ from typing import Any
 
 import pytest
 
-from tests.faults import HARMLESS, IN_USER_CODE, LATE_SECONDS, OF_PROCESSES, Fault, faults
+from tests.faults import HARMLESS, LATE_SECONDS, Fault, faults
 from tests.process import failing
-from tests.process.culprits import assert_all_name_the_culprit
+from tests.process.culprits import SAID, assert_all_name_the_culprit
 from tests.process.pool import Pool
 
 DEFAULT = {  # these of the matrix run by default: every kind once
     ("forward", 4, 0), ("backward", 2, 2), ("loss", 4, 1), ("stop iteration", 2, 1), ("memory", 4, 4), ("interrupted", 2, 5),
     ("exit", 4, 3), ("kill", 4, 1), ("kill", 2, 0), ("leave", 4, 2), ("stop", 4, 4), ("stop", 2, 0),
+    ("device memory", 2, 3), ("extra call", 4, 5),
 }  # fmt: skip
 
 
 def cells() -> list[Any]:
-    """Ten kinds, six places each, two and four ranks."""
+    """Every kind, six places each, two and four ranks."""
     found = []
-    for kind in (*IN_USER_CODE, *OF_PROCESSES):
+    for kind in SAID:
         for stages in (2, 4):
             for place, fault in enumerate(faults(kind, stages)):
                 marks = () if (kind, stages, place) in DEFAULT else pytest.mark.torture

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="the
 
 @pytest.mark.parametrize("count", [5, pytest.param(100, marks=pytest.mark.torture)])
 def test_nothing_is_left(processes: Pool, count: int) -> None:
-    for left in processes.run(2, cycles, count, 2, "chimera", limit=60.0 + 3 * count):
+    for left in processes.run(2, cycles, count, 2, "chimera", limit=60.0 + 6 * count):
         assert (left.threads, left.files) == ((), ())
         assert left.resident < 5e6
 
