@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -92,10 +93,8 @@ def plant(fault: Fault, on_victim: Callable[[], bool], seconds: float = LATE_SEC
         return left[0] == 0
 
     def before(module: nn.Module, inputs: tuple[Tensor]) -> None:
-        if fault.kind == "extra call" and due():
-            calls[0]()
-        elif fault.kind != "loss" and due():
-            _strike(fault.kind, inputs[0], seconds)
+        if fault.kind != "loss" and due():
+            (calls[0] if fault.kind == "extra call" else partial(_strike, fault.kind, inputs[0], seconds))()
 
     def loss_fn(output: Tensor, wanted: Tensor) -> Tensor:
         if fault.kind == "loss" and due():
