@@ -63,6 +63,9 @@ class StatefulPipeline:
         ``torch.distributed.checkpoint`` in use can hand it ``state_dict(full=False)``; it neither replaces a checkpoint at one
         moment nor reads its metadata without running pickled code.
 
+        Tensors that ``parallelize`` has sharded are saved whole, gathered one at a time.  Then all the pipelines that share them
+        make the call, and the first of these writes.
+
         Args:
             folder: Made if need be; the ranks must share its file system.
             optimizer: One of ``pipe.parameters()``, each rank its own.
@@ -84,7 +87,8 @@ class StatefulPipeline:
         """Go on from a checkpoint of :meth:`save`, with any number of stages; returns its ``extra``.
 
         Weights, buffers, the optimizer's state and options, and the step number and seed of the keyed randomness are as they
-        were, so that training goes on as if it had never ended.
+        were, so that training goes on as if it had never ended.  Where ``parallelize`` has sharded stages, each rank takes its
+        share of what is read, and all pipelines that share parameters make the call.
 
         Raises:
             FxChimeraError: The checkpoint is missing, damaged, or not of this model and optimizer; nothing is changed then.

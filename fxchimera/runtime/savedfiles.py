@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from fxchimera.runtime.sharded import whole
 from fxchimera.runtime.weightfiles import Files
 
 __all__ = ["Stored", "damaged", "digest_of", "files_of", "flush", "header_digest", "write_tensors"]
@@ -47,19 +49,35 @@ def digest_of(tensor: torch.Tensor) -> str:
     return found.hexdigest()
 
 
-def write_tensors(folder: Path, kind: str, token: str, rank: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, Stored]:
+def write_tensors(folder: Path | None, kind: str, token: str, rank: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, Stored]:
     """Write tensors into files of about a gigabyte, and on to the disk; they belong to no checkpoint yet.
+
+    Of a sharded tensor all is written; the ranks that share it call this together, and those without a ``folder`` only take part
+    in bringing it together, one tensor at a time.
 
     Raises:
         OSError: The disk is full, or the folder cannot be written.
     """
     stored: dict[str, Stored] = {}
+    problem: OSError | None = None
     for number, part in enumerate(_parts(tensors)):
         name = f"{kind}-{token}-rank{rank:05d}-{number:05d}.safetensors"
-        values = {key: tensor.detach().to("cpu", copy=True).contiguous() for key, tensor in part.items()}
-        save_file(values, folder / name, metadata={"format": "pt"})
-        flush(folder / name)
+        values: dict[str, torch.Tensor] = {}
+        for key, tensor in part.items():
+            everything = whole(tensor.detach())
+            if folder is not None and problem is None:
+                values[key] = everything.to("cpu", copy=True).contiguous()
+        if not values:
+            continue
+        assert folder is not None
+        try:
+            save_file(values, folder / name, metadata={"format": "pt"})
+            flush(folder / name)
+        except (OSError, SafetensorError) as error:  # the others count on this rank for the tensors that follow
+            problem = error if isinstance(error, OSError) else OSError(str(error))
         stored |= {key: Stored(name, digest_of(value)) for key, value in values.items()}
+    if problem is not None:
+        raise problem
     return stored
 
 

@@ -1,7 +1,8 @@
 """Saving a pipeline and loading it again, at another number of ranks too.
 
 Every rank writes what it owns; rank 0 commits when all have.  A load looks at everything before it changes anything: names,
-shapes and the digest of every tensor, on all ranks.
+shapes and the digest of every tensor, on all ranks.  Tensors that the user has sharded over several pipelines are written whole, by
+the first of these, and each rank reads its share.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from torch import nn
 from fxchimera.errors import FxChimeraError
 from fxchimera.runtime.jsonvalues import to_json
 from fxchimera.runtime.optimizerstate import OptimizerState, is_distributed, optimizer_state, packed_state
+from fxchimera.runtime.peers import Peers
 from fxchimera.runtime.savedfiles import Stored, damaged, files_of, write_tensors
 from fxchimera.runtime.savedindex import Saved, commit, read_index, refuse_foreign, remove_unused
-from fxchimera.runtime.sharded import refuse_sharded
+from fxchimera.runtime.sharded import fill, placed_as
 from fxchimera.runtime.state import owned_state
 from fxchimera.runtime.weightfiles import Files
 from fxchimera.runtime.world import World
@@ -40,6 +42,14 @@ class _Part:
     states: Mapping[str, list[str]]
     scalars: Mapping[str, Mapping[str, Any]]
     options: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _ToSave:
+    """What one rank has to write."""
+
+    state: Mapping[str, torch.Tensor]
+    moments: OptimizerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,39 +74,55 @@ def save(held: Held, folder: Path, optimizer: torch.optim.Optimizer | None, valu
     Raises:
         FxChimeraError: A rank could not write; the folder's earlier checkpoint is whole.
     """
-    world = held.world
+    world, peers = held.world, Peers.of(held.world, held.owned.values())
     token: str = world.spread(uuid.uuid4().hex[:12], "save()")
     if is_distributed(optimizer):
         optimizer.consolidate_state_dict(to=0)
+    try:
+        gathered = _own(peers, lambda: _to_save(held, folder, optimizer, peers))
+        parts = _together(peers, lambda: _written(gathered, folder if peers.first else None, token, world.process))
+        _together(peers, lambda: _commit(folder, parts, values) if world.process == 0 and peers.first else None)
+    finally:
+        if world.process == 0 and peers.first:
+            remove_unused(folder)
 
-    def write() -> _Part:
-        if world.grid.pipeline:  # the first pipeline has the same
-            return _Part({}, {}, {}, {}, {})
-        refuse_sharded(held.owned.values(), "save()")
+
+def _to_save(held: Held, folder: Path, optimizer: torch.optim.Optimizer | None, peers: Peers) -> _ToSave | None:
+    """See to the folder, and bring together what this rank has; None where the first pipeline has the same."""
+    if held.world.grid.pipeline:
+        return None
+    if peers.first:
         folder.mkdir(parents=True, exist_ok=True)
         refuse_foreign(folder)
-        state = owned_state(held.model, held.owner, world)
-        for name, value in state.items():
-            if not isinstance(value, torch.Tensor):
-                raise FxChimeraError(
-                    f"the model's state_dict has a {type(value).__name__} under {name!r}; only tensors can be saved"
-                )
-        moments = _NO_OPTIMIZER if optimizer is None else optimizer_state(optimizer, held.owned)
-        flat = {f"{name}.{key}": tensor for name, own in moments.tensors.items() for key, tensor in own.items()}
-        return _Part(
-            model=write_tensors(folder, "model", token, world.process, state),
-            optimizer=write_tensors(folder, "optimizer", token, world.process, flat),
-            states={name: list(own) for name, own in moments.tensors.items()},
-            scalars=moments.scalars,
-            options=moments.options,
-        )
+    state = owned_state(held.model, held.owner, held.world)
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise FxChimeraError(f"the model's state_dict has a {type(value).__name__} under {name!r}; only tensors can be saved")
+    return _ToSave(state, _NO_OPTIMIZER if optimizer is None else optimizer_state(optimizer, held.owned))
 
-    try:
-        parts = _together(world, write)
-        _together(world, lambda: _commit(folder, parts, values) if world.process == 0 else None)
-    finally:
-        if world.process == 0:
-            remove_unused(folder)
+
+def _written(own: _ToSave | None, folder: Path | None, token: str, process: int) -> _Part:
+    """Write what this rank has; without a folder only help others to read their shares of it."""
+    if own is None:
+        return _Part({}, {}, {}, {}, {})
+    moments = own.moments
+    flat = {f"{name}.{key}": tensor for name, each in moments.tensors.items() for key, tensor in each.items()}
+    written: dict[str, Mapping[str, Stored]] = {}
+    problems: list[OSError] = []
+    for kind, tensors in (("model", own.state), ("optimizer", flat)):
+        try:
+            written[kind] = write_tensors(folder, kind, token, process, tensors)
+        except OSError as error:  # those that share tensors with this rank count on it for those that follow
+            problems.append(error)
+    if problems:
+        raise problems[0]
+    return _Part(
+        model=written["model"],
+        optimizer=written["optimizer"],
+        states={name: list(each) for name, each in moments.tensors.items()},
+        scalars=moments.scalars,
+        options=moments.options,
+    )
 
 
 def _commit(folder: Path, parts: Sequence[_Part], values: Mapping[str, Any]) -> None:
@@ -111,10 +137,9 @@ def load(held: Held, folder: Path, optimizer: torch.optim.Optimizer | None) -> M
     Raises:
         FxChimeraError: It is missing or damaged, or does not fit the model or the optimizer; nothing was changed.
     """
-    world = held.world
-    saved = next(
-        found for found in _together(world, lambda: read_index(folder) if world.process == 0 else None) if found is not None
-    )
+    world, peers = held.world, Peers.of(held.world, held.owned.values())
+    read = _together(peers, lambda: read_index(folder) if world.process == 0 else None)
+    saved = next(found for found in read if found is not None)
     targets = {
         name: tensor
         for name, tensor in held.model.state_dict(keep_vars=True).items()
@@ -122,22 +147,20 @@ def load(held: Held, folder: Path, optimizer: torch.optim.Optimizer | None) -> M
     }
 
     def look() -> dict[str, Any] | None:
-        refuse_sharded(held.owned.values(), "load()")
         _compare(held.model, saved, folder)
         _check_tensors(folder, saved, targets)
         return None if optimizer is None else packed_state(optimizer, held.owned, _moments(folder, saved, held.owned))
 
-    packed = _own(world, look)
+    packed = _own(peers, look)
 
     def change() -> None:
         if optimizer is not None and packed is not None:
             optimizer.load_state_dict(packed)
         files = files_of(folder, saved.model)
-        with torch.no_grad():
-            for name, target in targets.items():
-                target.copy_(_read(files, name))
+        for name, target in targets.items():
+            fill(target, _read(files, name))
 
-    _together(world, change)
+    _together(peers, change)
     return saved.values
 
 
@@ -162,7 +185,10 @@ def _moments(folder: Path, saved: Saved, owned: Mapping[str, nn.Parameter]) -> O
     files = files_of(folder, saved.optimizer)
     names = {name: values["states"].get(name, []) for name in owned}
     _refuse_damage(folder, damaged(files, saved.optimizer, [f"{name}.{key}" for name, keys in names.items() for key in keys]))
-    tensors = {name: {key: _read(files, f"{name}.{key}").clone() for key in keys} for name, keys in names.items()}
+    tensors = {
+        name: {key: placed_as(owned[name], _read(files, f"{name}.{key}"), f"{key!r} of {name!r}") for key in keys}
+        for name, keys in names.items()
+    }
     return OptimizerState(tensors, values["scalars"], values["options"])
 
 
@@ -194,20 +220,19 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) or "none"
 
 
-def _own(world: World, call: Callable[[], _T]) -> _T | None:
+def _own(peers: Peers, call: Callable[[], _T]) -> _T | None:
     """Collective: call on every rank and return what it gave here; when one fails, all raise the first rank's error."""
     value, problem = None, None
     try:
         value = call()
     except Exception as error:  # a full disk, a user's optimizer: whatever it is, all ranks are to know
         problem = str(error) if isinstance(error, FxChimeraError) else f"{type(error).__name__}: {error}"
-    for process, found in enumerate(world.gather_objects(problem, "save() or load()")):
-        if found is not None:
-            raise FxChimeraError(found if world.num_processes == 1 else f"rank {process}: {found}")
+    if (found := peers.agree(problem)) is not None:
+        raise FxChimeraError(found)
     return value
 
 
-def _together(world: World, call: Callable[[], _T]) -> list[_T]:
+def _together(peers: Peers, call: Callable[[], _T]) -> list[_T]:
     """As :func:`_own`; returns what every rank's call gave."""
-    own = _own(world, call)
-    return cast(list[_T], world.gather_objects(own, "save() or load()"))
+    own = _own(peers, call)
+    return cast(list[_T], peers.world.gather_objects(own, "save() or load()"))

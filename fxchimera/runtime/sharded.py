@@ -6,7 +6,7 @@ Reading one whole is a collective call of the ranks that share it, which make th
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 
 from fxchimera.errors import FxChimeraError
 
-__all__ = ["fill", "is_sharded", "loss_without_weight", "refuse_sharded", "reshard", "scale", "whole"]
+__all__ = ["fill", "is_sharded", "loss_without_weight", "placed_as", "reshard", "scale", "whole"]
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -26,19 +26,6 @@ def is_sharded(tensor: Any) -> bool:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return all of a tensor."""
     return cast("torch.Tensor", cast(Any, tensor).full_tensor()) if is_sharded(tensor) else tensor
-
-
-def refuse_sharded(tensors: Iterable[torch.Tensor], what: str) -> None:
-    """Refuse a call that handles whole tensors only.
-
-    Raises:
-        FxChimeraError: A tensor is sharded.
-    """
-    if any(map(is_sharded, tensors)):
-        raise FxChimeraError(
-            f"{what} takes whole tensors, but stages have been parallelized; use torch.distributed.checkpoint with "
-            "pipe.state_dict(full=False), or pipe.state_dict() for all of it on rank 0"
-        )
 
 
 def reshard(root: nn.Module) -> None:
@@ -62,12 +49,32 @@ def loss_without_weight(loss: torch.Tensor, outputs: Sequence[torch.Tensor]) -> 
 def fill(target: torch.Tensor, value: torch.Tensor) -> None:
     """Copy all values of a tensor, the same on every rank that shares ``target``."""
     with torch.no_grad():
-        if is_sharded(target):
-            from torch.distributed.tensor import distribute_tensor
+        target.copy_(_shares(target, value.to(target.device)) if is_sharded(target) else value)
 
-            place: Any = target
-            value = distribute_tensor(value.to(target.device), place.device_mesh, place.placements, src_data_rank=None)
-        target.copy_(value)
+
+def placed_as(parameter: torch.Tensor, value: torch.Tensor, name: str) -> torch.Tensor:
+    """Return a copy of what an optimizer keeps for a parameter, sharded as that is; ``value`` is the same on all ranks.
+
+    Raises:
+        FxChimeraError: The parameter is sharded, and ``value`` has neither its shape nor is a number.
+    """
+    number = value.numel() == 1 and value.shape != parameter.shape
+    if not is_sharded(parameter) or number:
+        return value.clone()
+    if value.shape != parameter.shape:
+        raise FxChimeraError(
+            f"the optimizer's {name} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}: how it would be "
+            "sharded is not known; use an optimizer whose state has the parameters' shapes"
+        )
+    return _shares(parameter, value.to(parameter.device)).clone()
+
+
+def _shares(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Shard a tensor that all ranks have as another one is; nothing is sent."""
+    from torch.distributed.tensor import distribute_tensor
+
+    place: Any = like
+    return distribute_tensor(value, place.device_mesh, place.placements, src_data_rank=None)
 
 
 def scale(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:

@@ -48,10 +48,9 @@ def test_gradients_and_parameters_are_those_of_the_plain_model(processes: Pool, 
     torch.testing.assert_close(whole, expected["output"], rtol=1e-9, atol=1e-12)
     assert sum({a["own"]: a["evaluated"] for a in ranks}.values()) / 2 == pytest.approx(expected["evaluated"], rel=1e-9)
     for answer in ranks:
-        (_, verify, _), (_, other, _), (_, save, _) = answer["errors"]
+        (_, verify, _), (_, other, _) = answer["errors"]
         assert "parallelize has changed its stages" in verify
         assert "pass batches like the example" in other
-        assert "save() takes whole tensors" in save
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zbv", marks=pytest.mark.matrix)])
