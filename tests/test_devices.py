@@ -32,9 +32,16 @@ def test_on_two_devices_made_of_host_memory(where, chosen):
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler to build the accelerator with")
 @pytest.mark.process
 @pytest.mark.matrix
-@pytest.mark.parametrize("pipelines", [1, 2])
-def test_processes_on_a_device_each(pipelines):
-    run("torch.distributed.run", "--standalone", "--nproc-per-node", str(2 * pipelines), "-m", "tests.device.ranks")
+@pytest.mark.parametrize(("pipelines", "transport"), [(1, "sockets"), (1, "auto"), (1, "groups"), (2, "sockets"), (2, "auto")])
+def test_processes_on_a_device_each(pipelines, transport):
+    run("torch.distributed.run", "--standalone", "--nproc-per-node", str(2 * pipelines), "-m", "tests.device.ranks", transport)
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler to build the accelerator with")
+@pytest.mark.process
+@pytest.mark.matrix
+def test_a_wait_that_is_left_out_between_processes_is_noticed():
+    run("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.device.faulty")
 
 
 def run(*arguments: str) -> None:

@@ -29,6 +29,7 @@ from fxchimera.runtime.lanes import Lane
 from fxchimera.runtime.links import Link, Links
 from fxchimera.runtime.message import Key, Payload
 from fxchimera.runtime.sharedfailure import resolve_cause
+from fxchimera.runtime.streams import is_host
 from fxchimera.runtime.transport import Channel, Expected, Transport
 from fxchimera_passes.captured import TensorMeta
 
@@ -87,7 +88,7 @@ class _Outgoing(_End):
             self._going.append((self.link.send(buffer), buffer))
         if lane is not None:
             for tensor in payload:
-                if tensor is not None:
+                if tensor is not None and not is_host(tensor.device):
                     lane.accelerator.keep(tensor, self.stream)
 
     def settle(self, room: int | None) -> None:

@@ -1,27 +1,35 @@
-"""What each of two processes does, on a device of its own: steps like those of the same model on the CPU; started by torchrun."""
+"""What each of some processes does, on a device of its own: steps like those of the same model on the CPU; started by torchrun.
+
+python -m tests.device.ranks auto|sockets|groups
+"""
 
 from __future__ import annotations
 
 import copy
+import os
+import sys
 
 import torch
 from torch import nn
 
 import fxchimera
+from tests.device import carrier
 from tests.device.models import Blocks, batch
 from tests.device.twin import DEVICES, load
 
 
-def main() -> None:
+def main(transport: str) -> None:
     load()
+    carrier.register()
     torch.ops.twin.check(True)
     x, y = batch()
     model = Blocks()
     other = copy.deepcopy(model)
     common = {"example_args": (x,), "loss_fn": nn.functional.mse_loss, "num_stages": 2, "n_microbatches": 4, "seed": 3}
+    own = DEVICES if int(os.environ["RANK"]) < 2 else DEVICES[::-1]  # counterparts of two pipelines have a device each, too
     found = []
-    for one, devices in ((model, DEVICES), (other, "cpu")):
-        with fxchimera.pipeline(one, schedule="chimera", devices=devices, **common) as pipe:
+    for one, devices in ((model, own), (other, "cpu")):
+        with fxchimera.pipeline(one, schedule="chimera", devices=devices, transport=transport, **common) as pipe:
             optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
             numbers = []
             for _ in range(3):
@@ -32,10 +40,13 @@ def main() -> None:
             assert pipe.verify(x, target=y).ok
             found.append(numbers)
             places, rank = {str(parameter.device) for parameter in pipe.parameters()}, pipe._world.grid.rank
-            assert places == ({DEVICES[rank]} if devices == DEVICES else {"cpu"})
+            assert places == ({own[rank]} if devices == own else {"cpu"})
+            wanted = {"sockets": (None, None), "groups": ("twins", "gloo"), "auto": ("twins", None)}
+            assert pipe._world.backend == wanted[transport][devices == "cpu"]
     torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
     assert not torch.ops.twin.faults()
+    assert (carrier.TwinWork.waits > 0) == (transport != "sockets")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from torch import nn
 
 import fxchimera
 from fxchimera.errors import PipelineError
-from fxchimera.runtime.streams import TorchAccelerator
+from tests.device.leftout import Faulty
 from tests.device.models import Blocks, Tied, batch
 from tests.device.twin import DEVICES
 
@@ -81,27 +79,6 @@ def test_a_step_reads_the_losses_and_nothing_else_back(schedule, losses):
         torch.ops.twin.host_reads()
         pipe.step(x, target=y)
         assert torch.ops.twin.host_reads() == losses
-
-
-class Faulty(TorchAccelerator):
-    """Leaves out the calls of one method that come from one function of a file, and counts them."""
-
-    def __init__(self, file: str, function: str, method: str) -> None:
-        self.place, self.method, self.left_out = (file, function), method, 0
-
-    def _left_out(self, method: str) -> bool:
-        code = sys._getframe(2).f_code
-        found = method == self.method and (Path(code.co_filename).stem, code.co_name) == self.place
-        self.left_out += found
-        return found
-
-    def wait(self, stream, event):
-        if not self._left_out("wait"):
-            super().wait(stream, event)
-
-    def keep(self, tensor, stream):
-        if not self._left_out("keep"):
-            super().keep(tensor, stream)
 
 
 @pytest.mark.parametrize(
