@@ -119,7 +119,7 @@ class Reduction:
     def __init__(self, width: Width, exchange: Exchange, buckets: Sequence[Bucket]) -> None:
         self._width, self._exchange = width, exchange
         self._waiting = deque((bucket, set(bucket.needs)) for bucket in buckets)
-        self._going: list[tuple[_Flat, Answer]] = []
+        self._going: list[tuple[_Flat, Answer, torch.Event | None]] = []
 
     def note(self, need: Need) -> None:
         """Something that gradients wait for is there; send off what is complete now."""
@@ -128,8 +128,14 @@ class Reduction:
         while self._waiting and not self._waiting[0][1]:
             bucket, _ = self._waiting.popleft()
             totals = {name: self._exchange.total(name) for name in bucket.names}
-            flat = _Flat(totals, {name: self._exchange.owned[name] for name in bucket.names}, self._width.size)
-            self._going.append((flat, self._width.begin_sum(flat.buffer)))
+            through = self._width.through
+            lane = None if through is None else through.lane
+            parameters = {name: self._exchange.owned[name] for name in bucket.names}
+            flat = _Flat(totals, parameters, self._width.size, None if lane is None else lane.device)
+            if through is None or lane is None:
+                self._going.append((flat, self._width.begin_sum(flat.buffer), None))
+            else:
+                self._going.append((flat, self._width.begin_sum(flat.counts), through.begin_sum(flat.buffer)))
 
     def finish(self) -> None:
         """Wait for all sums, and give them to the exchange.
@@ -138,23 +144,34 @@ class Reduction:
             PipelineError: Another rank failed, or a connection broke.
         """
         assert not self._waiting, "the order has all that its buckets wait for"
-        for flat, answer in self._going:
+        for flat, answer, done in self._going:
             self._width.wait(answer, "the sum of the gradients")
+            if done is not None and self._width.through is not None:
+                self._width.through.end_sum(done)
             self._exchange.settle(flat.sums())
         self._going = []
 
 
 class _Flat:
-    """The gradients of a bucket one after the other in one buffer, and behind them, for each, how many pipelines have it."""
+    """The gradients of a bucket one after the other in one buffer, and for each, how many pipelines have it: its ``counts``.
 
-    def __init__(self, totals: Mapping[str, torch.Tensor | None], parameters: Mapping[str, nn.Parameter], size: int) -> None:
+    They lie behind the gradients, so that one sum makes both, or, for a buffer on a ``device``, on the host, which needs them.
+    """
+
+    def __init__(
+        self,
+        totals: Mapping[str, torch.Tensor | None],
+        parameters: Mapping[str, nn.Parameter],
+        size: int,
+        device: torch.device | None = None,
+    ) -> None:
         self._totals, self._parameters = totals, parameters
         dtype = next(iter(parameters.values())).dtype
-        self._end = sum(parameter.numel() for parameter in parameters.values())
-        length = -(-(self._end + len(parameters)) // size) * size
-        self.buffer = torch.empty(length, dtype=dtype, device="cpu")
-        self.buffer[self._end :] = 0
-        for (name, part), place in zip(self._parts(), range(self._end, length), strict=False):
+        end = sum(parameter.numel() for parameter in parameters.values())
+        self.buffer = torch.empty(_multiple(end + (0 if device else len(parameters)), size), dtype=dtype, device=device or "cpu")
+        self.buffer[end:] = 0
+        self.counts = torch.zeros(_multiple(len(parameters), size), device="cpu") if device else self.buffer[end:]
+        for (name, part), place in zip(self._parts(), range(len(parameters)), strict=True):
             total = totals[name]
             if total is None:
                 part.zero_()
@@ -164,12 +181,12 @@ class _Flat:
                         f"the gradient of {name!r} has layout {total.layout}, which cannot be summed over pipelines; make it dense"
                     )
                 part.copy_(total)
-                self.buffer[place] = 1
+                self.counts[place] = 1
 
     def sums(self) -> dict[str, torch.Tensor | None]:
         """Return the sums in the buffer, each in memory of its own; None where no pipeline has a gradient."""
         found: dict[str, torch.Tensor | None] = {}
-        counts = self.buffer[self._end :].real.tolist()
+        counts = self.counts.real.tolist()
         for (name, part), count in zip(self._parts(), counts, strict=False):
             total = self._totals[name]
             if count and total is None:
@@ -182,3 +199,7 @@ class _Flat:
         for name, parameter in self._parameters.items():
             yield name, self.buffer[start : start + parameter.numel()].view(parameter.shape)
             start += parameter.numel()
+
+
+def _multiple(count: int, size: int) -> int:
+    return -(-count // size) * size

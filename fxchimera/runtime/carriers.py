@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, get_args
 
@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 
 from fxchimera.errors import FxChimeraError
+from fxchimera.runtime.backends import NO_BACKENDS, Backends
 from fxchimera.runtime.distributed import DistributedTransport
+from fxchimera.runtime.groupcircle import GroupCircle
 from fxchimera.runtime.grouptransport import GroupTransport
 from fxchimera.runtime.handover import landing
 from fxchimera.runtime.lanes import Lane
@@ -26,15 +28,16 @@ from fxchimera.runtime.links import Links
 from fxchimera.runtime.transport import Channel, Transport
 from fxchimera.runtime.world import DistributedWorld, World
 
-__all__ = ["TransportChoice", "choose_backend", "process_transport"]
+__all__ = ["TransportChoice", "choose_backends", "join_sums", "process_transport"]
 
 TransportChoice = Literal["auto", "sockets", "groups"]
+_Found = tuple[tuple[str, str] | None, str | None]  # host and device of a process, and its backend
 _VARIABLE = "FXCHIMERA_TRANSPORT"
 _HOST = torch.device("cpu")
 
 
-def choose_backend(asked: TransportChoice, world: World) -> str | None:
-    """Collective: return the name of torch's backend that is to carry messages between processes, None for sockets.
+def choose_backends(asked: TransportChoice, world: World) -> Backends:
+    """Collective: return which of torch's backends carry messages, and sums over the pipelines, if any.
 
     Raises:
         FxChimeraError: ``asked`` is unknown, or "groups" cannot be.
@@ -44,15 +47,17 @@ def choose_backend(asked: TransportChoice, world: World) -> str | None:
         where = f"transport={asked!r}" if wish == asked else f"{_VARIABLE}={wish}"
         raise FxChimeraError(f"{where}, but it can be {', '.join(map(repr, get_args(TransportChoice)))}")
     if not isinstance(world, DistributedWorld) or wish == "sockets" or (wish == "auto" and not world.devices.by_rank):
-        return None
+        return NO_BACKENDS
     device = world.devices.of(world.ranks[0]) or _HOST
     place = (socket.gethostname(), str(device)) if device != _HOST else None
     backend = _backend_for(device)
-    found: list[tuple[tuple[str, str] | None, str | None]] = world.gather_objects((place, backend), "pipeline(transport=)")
-    reason = _obstacle(world, device, found)
+    found: list[_Found] = world.gather_objects((place, backend), "pipeline(transport=)")
+    rows, columns = world.grid.processes, list(zip(*world.grid.processes, strict=True))
+    reason = _obstacle(world, device, found, rows)
     if reason is not None and wish == "groups":
         raise FxChimeraError(f'transport="groups" is asked for, but {reason}; "sockets" goes through the host\'s memory')
-    return backend if reason is None else None
+    sums = world.grid.width > 1 and _obstacle(world, device, found, columns) is None
+    return Backends(messages=backend if reason is None else None, sums=backend if sums else None)
 
 
 def process_transport(
@@ -60,15 +65,23 @@ def process_transport(
 ) -> Transport:
     """Collective: what carries the messages of a rank that is a process; ``room`` as in :class:`DistributedTransport`."""
     sockets = DistributedTransport(rank, channels, world.failure, room)
-    if world.backend is None:
+    backend = world.backends.messages
+    if backend is None:
         return landing(sockets, lane)
     assert isinstance(world, DistributedWorld), "threads hand tensors over themselves"
     try:
-        links = Links(world, channels, None if lane is None else lane.device, world.backend)
+        links = Links(world, channels, None if lane is None else lane.device, backend)
     except BaseException:
         sockets.close()
         raise
     return GroupTransport(rank, channels, sockets, links, lane, world.failure, room)
+
+
+def join_sums(world: World, lane: Lane | None) -> None:
+    """Collective: let the sums over the pipelines go from device to device, where that was chosen."""
+    if world.counterparts is not None and world.backends.sums is not None:
+        assert isinstance(world, DistributedWorld), "threads are one pipeline"
+        world.counterparts.through = GroupCircle(world, lane, world.backends.sums)
 
 
 def _backend_for(device: torch.device) -> str | None:
@@ -81,15 +94,17 @@ def _backend_for(device: torch.device) -> str | None:
 
 
 def _obstacle(
-    world: DistributedWorld, device: torch.device, found: Sequence[tuple[tuple[str, str] | None, str | None]]
+    world: DistributedWorld, device: torch.device, found: Sequence[_Found], groups: Iterable[Sequence[int]]
 ) -> str | None:
-    """Say why groups cannot be, the same on all ranks; None if they can."""
-    first: dict[tuple[str, str], int] = {}
-    for process, (place, backend) in enumerate(found):
-        if backend is None:
-            return f"torch has no backend for {device.type} devices in process {process}"
-        if place is not None and first.setdefault(place, process) != process:
-            return f"the processes {first[place]} and {process} share {place[1]} of {place[0]}, which such a backend refuses"
+    """Say why there can be no groups of those processes, the same on all of them; None if there can."""
+    for group in groups:
+        first: dict[tuple[str, str], int] = {}
+        for process in group:
+            place, backend = found[process]
+            if backend is None:
+                return f"torch has no backend for {device.type} devices in process {process}"
+            if place is not None and first.setdefault(place, process) != process:
+                return f"the processes {first[place]} and {process} share {place[1]} of {place[0]}, which such a backend refuses"
     if world.apart and device != _HOST and dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
         return (
             "torch's default group was made with device_id=, so its groups are split off by all processes together, which those "

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fxchimera.errors import FxChimeraError
-from fxchimera.runtime.carriers import process_transport
+from fxchimera.runtime.carriers import join_sums, process_transport
 from fxchimera.runtime.crew import Crew
 from fxchimera.runtime.exchange import Exchange, Statistics
 from fxchimera.runtime.executor import Executor
@@ -98,6 +98,7 @@ class Engine:
         for rank in world.ranks:
             transport = shared or process_transport(rank, channels, world, self.lanes.of(rank), room)
             self._transports.append(transport)
+            join_sums(world, self.lanes.of(rank))
             replicas = {
                 (pipe, stage): Replica(
                     model, program, pipe, stage, shares_memory=local, device=world.devices.of(rank), deferred=deferred

@@ -10,7 +10,6 @@ group of its own lets a channel wait without keeping another waiting, and its or
 from __future__ import annotations
 
 import contextlib
-import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -90,11 +89,10 @@ class Links:
         world, grid, device = self._world, self._world.grid, self._device
         if device is not None:
             torch.accelerator.set_device_index(device.index)  # of this thread
-        timeout = datetime.timedelta(seconds=world.failure.limits.wait_seconds)
         for row in grid.processes:
             for channel in channels:
                 ends = [row[rank] for rank in channel[:2]]
-                group = world.new_group(ends, timeout=timeout, backend=self._backend, device=device)
+                group = world.new_group(ends, backend=self._backend, device=device)
                 if group is not None:
                     self._links[channel] = Link(group, 1 - dist.get_rank(group))
         for channel in channels:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fxchimera.runtime.backends import NO_BACKENDS
 from fxchimera.runtime.devices import HOST
 from fxchimera.runtime.failure import Failure, Limits
 from fxchimera.runtime.grid import Grid
@@ -26,7 +27,7 @@ class LocalWorld:
         self.num_processes = 1
         self.devices = HOST
         self.failure = Failure(limits, self.grid)
-        self.backend: str | None = None
+        self.backends = NO_BACKENDS
 
     def gather(self, value: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Return the only process's value."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,13 +17,32 @@ from fxchimera.runtime.caller import Answer, Caller
 from fxchimera.runtime.circle import Circle
 from fxchimera.runtime.failure import Failure
 from fxchimera.runtime.groups import Group
+from fxchimera.runtime.lanes import Lane
 from fxchimera.runtime.patience import Awaited
 from fxchimera.runtime.sharded import is_sharded
 from fxchimera.runtime.sharedfailure import resolve_cause
 
-__all__ = ["Width"]
+__all__ = ["DeviceSums", "Width"]
 
 _JOIN_SECONDS = 2.0
+
+
+class DeviceSums(Protocol):
+    """What makes sums where the tensors are: on the device that ``lane`` is of, without a wait of the host, or on the CPU."""
+
+    lane: Lane | None
+
+    def sum(self, buffer: torch.Tensor) -> None:
+        """Replace a buffer by its sum over all pipelines."""
+
+    def begin_sum(self, buffer: torch.Tensor) -> torch.Event:
+        """Queue that on the device; returns the event after which the sum is there."""
+
+    def end_sum(self, done: torch.Event) -> None:
+        """Let the rank's stream wait for a sum."""
+
+    def close(self) -> None:
+        """Close the connections."""
 
 
 class Width:
@@ -31,6 +50,7 @@ class Width:
 
     The calls are made by a helper thread.  When it has ended, the connections are closed, which releases the counterparts' threads
     that wait for this rank; one that waits for another is released by that one, and two that wait for each other would have met.
+    ``through`` makes sums where the gradients are.
 
     Args:
         group: The counterparts, by pipeline.
@@ -42,6 +62,7 @@ class Width:
         self._circle: Circle | None = Circle(group)
         self.index, self.size = self._circle.index, self._circle.size
         self._failure, self._rank = failure, rank
+        self.through: DeviceSums | None = None
         grid = failure.grid
         others = tuple(row[rank] for pipeline, row in enumerate(grid.processes) if pipeline != grid.pipeline)
         self._awaited = Awaited(grid.process, others, meeting=True)
@@ -50,7 +71,9 @@ class Width:
 
     def begin_sum(self, buffer: torch.Tensor) -> Answer:
         """Begin to replace a buffer by its sum over all pipelines, see :meth:`Circle.sum`; ``wait`` tells when it is done."""
-        return self._thread.ask(partial(self._members().sum, buffer))
+        members = self._members()
+        through = self.through if self.through is not None and self.through.lane is None else members
+        return self._thread.ask(partial(through.sum, buffer))
 
     def wait(self, answer: Answer, what: str) -> Any:
         """Wait for what was begun; ``what`` names it for an error.
@@ -98,6 +121,9 @@ class Width:
         """End the thread and close the connections; may be called more than once."""
         self._thread.tasks.put(None)
         self._thread.join(timeout=_JOIN_SECONDS)
+        through, self.through = self.through, None
+        if through is not None:
+            through.close()
         self._circle = None
 
     def _call(self, call: Callable[[], Any], what: str) -> Any:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fxchimera.errors import FxChimeraError, PipelineError
+from fxchimera.runtime.backends import NO_BACKENDS, Backends
 from fxchimera.runtime.caller import Caller
 from fxchimera.runtime.circle import Circle
 from fxchimera.runtime.devices import HOST, Devices
@@ -42,10 +43,10 @@ class World(Protocol):
     Every process makes the same calls in the same order; ``what`` names one for the error when they do not.  ``ranks`` are the
     ranks of its pipeline that this process runs; ``process`` and ``num_processes`` its place among the processes; ``grid`` tells
     which process runs what, and ``counterparts`` are those of its rank in the other pipelines, if there are any.  ``devices`` is
-    where ranks compute, and ``backend`` the one of torch's that carries messages between processes, None for sockets.
+    where ranks compute, and ``backends`` those of torch's that carry what goes between processes.
     """
 
-    backend: str | None
+    backends: Backends
     grid: Grid
     counterparts: Width | None
     ranks: tuple[int, ...]
@@ -86,7 +87,7 @@ class DistributedWorld:
     """
 
     def __init__(self, layout: Layout, limits: Limits) -> None:
-        self.backend: str | None = None
+        self.backends = NO_BACKENDS
         self._calls = _Collectives("fxchimera-collectives")
         width = layout.width()  # before joining: a rank that left again would break the others' joining
         if not dist.is_initialized():
@@ -186,14 +187,13 @@ class DistributedWorld:
         """Collective: have the helper thread make calls of torch's, and return what they return."""
         return self._run(function)
 
-    def new_group(
-        self, processes: Sequence[int], *, timeout: datetime.timedelta, backend: str, device: torch.device | None
-    ) -> dist.ProcessGroup | None:
+    def new_group(self, processes: Sequence[int], *, backend: str, device: torch.device | None) -> dist.ProcessGroup | None:
         """Collective, all in one order: make torch's group of some processes; None for the others.
 
         Where other processes than the world's use torch's default group, as with a mesh, only the members take part.
         """
         ranks = [dist.get_global_rank(self._group, process) for process in processes]
+        timeout = datetime.timedelta(seconds=self.failure.limits.wait_seconds)
         if self.apart and self.process not in processes:
             return None
         group = dist.new_group(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import fxchimera
+from fxchimera.runtime.backends import Backends
 from tests.device import carrier
 from tests.device.models import Blocks, batch
 from tests.device.twin import DEVICES, load
@@ -27,6 +28,7 @@ def main(transport: str) -> None:
     other = copy.deepcopy(model)
     common = {"example_args": (x,), "loss_fn": nn.functional.mse_loss, "num_stages": 2, "n_microbatches": 4, "seed": 3}
     own = DEVICES if int(os.environ["RANK"]) < 2 else DEVICES[::-1]  # counterparts of two pipelines have a device each, too
+    torch.accelerator.set_device_index(torch.device(own[int(os.environ["RANK"]) % 2]).index)  # as scripts for torchrun do
     found = []
     for one, devices in ((model, own), (other, "cpu")):
         with fxchimera.pipeline(one, schedule="chimera", devices=devices, transport=transport, **common) as pipe:
@@ -41,10 +43,11 @@ def main(transport: str) -> None:
             found.append(numbers)
             places, rank = {str(parameter.device) for parameter in pipe.parameters()}, pipe._world.grid.rank
             assert places == ({own[rank]} if devices == own else {"cpu"})
-            wanted = {"sockets": (None, None), "groups": ("twins", "gloo"), "auto": ("twins", None)}
-            assert pipe._world.backend == wanted[transport][devices == "cpu"]
+            wanted = {"sockets": (None, None), "groups": ("twins", "gloo"), "auto": ("twins", None)}[transport][devices == "cpu"]
+            assert pipe._world.backends == Backends(wanted, wanted if pipe._world.grid.width > 1 else None)
     torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
-    assert not torch.ops.twin.faults()
+    faults = torch.ops.twin.faults()
+    assert not faults, faults
     assert (carrier.TwinWork.waits > 0) == (transport != "sockets")
 
 

@@ -28,7 +28,9 @@ def test_tensors_of_all_kinds_arrive_as_they_were() -> None:
         torch.empty(0, 4),
         None,
     ]
-    metas = [TensorMeta((7,) if i == 1 else (), (), torch.float32, False) if t is None else TensorMeta.of(t) for i, t in enumerate(sent)]
+    metas = [
+        TensorMeta((7,) if i == 1 else (), (), torch.float32, False) if t is None else TensorMeta.of(t) for i, t in enumerate(sent)
+    ]
     cargo = Cargo(metas)
     words = cargo.describe(KEY, sent)
     assert len(words) == cargo.words[0].shape[0]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fxchimera
-from tests import workers
+from tests import wide, workers
 from tests.faults import faults
 from tests.local.wrapped import wrap
 from tests.models import MODELS
@@ -91,3 +91,20 @@ def test_what_is_no_transport_is_refused(transport: Any, match: str) -> None:
     example = MODELS["mlp"](batch=4)
     with pytest.raises(fxchimera.FxChimeraError, match=match):
         wrap(example, 2, 2, transport=transport)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "stages", "n", "schedule"), [("mlp", (13, 8), 2, 3, "chimera"), slow("resnet", (5, 2, 7, 4), 1, 2, "gpipe")]
+)
+def test_sums_over_pipelines_are_those_through_the_host(
+    processes: Pool, name: str, rows: tuple[int, ...], stages: int, n: int, schedule: str
+) -> None:
+    work = (wide.train, name, rows, stages, n, schedule)
+    there = processes.run(stages * len(rows), grouped.over_groups, *work)
+    here = processes.run(stages * len(rows), *work)
+    for one, other in zip(there, here, strict=True):
+        assert all(map(torch.equal, one["losses"], other["losses"]))
+        assert_same_tensors(one["gradients"], other["gradients"])
+        assert_same_tensors(one["owned"], other["owned"])
+        assert one["threads"] == []
+        assert one["verified"][0], one["verified"][1]
