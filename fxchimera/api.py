@@ -20,7 +20,7 @@ from fxchimera.planner.draft import Draft
 from fxchimera.planner.measured import replanned
 from fxchimera.planner.relief import Recompute
 from fxchimera.runtime.batchnorm import BatchNorm, check_batch_norm
-from fxchimera.runtime.carriers import TransportChoice, choose_backends
+from fxchimera.runtime.carriers import TransportChoice, choose_backend
 from fxchimera.runtime.compiled import compiler_of
 from fxchimera.runtime.devices import DeviceLike, choose_devices
 from fxchimera.runtime.example import common_example
@@ -171,7 +171,7 @@ def pipeline(
     world = make_world(layout, Limits(wait_seconds, slow_seconds))
     try:
         world.devices = choose_devices(devices, num_stages, world.ranks)
-        world.backends = choose_backends(transport, world)
+        world.backends = choose_backend(transport, world)
         specs = ChunkSpecs(args=args_chunk_spec, kwargs=kwargs_chunk_spec, target=target_chunk_spec)
         batch = common_example(divide(example_args, dict(example_kwargs or {}), None, n_microbatches, specs), world)
 

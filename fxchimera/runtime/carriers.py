@@ -28,7 +28,7 @@ from fxchimera.runtime.links import Links
 from fxchimera.runtime.transport import Channel, Transport
 from fxchimera.runtime.world import DistributedWorld, World
 
-__all__ = ["TransportChoice", "choose_backends", "join_sums", "process_transport"]
+__all__ = ["TransportChoice", "choose_backend", "join_sums", "process_transport"]
 
 TransportChoice = Literal["auto", "sockets", "groups"]
 _Found = tuple[tuple[str, str] | None, str | None]  # host and device of a process, and its backend
@@ -36,7 +36,7 @@ _VARIABLE = "FXCHIMERA_TRANSPORT"
 _HOST = torch.device("cpu")
 
 
-def choose_backends(asked: TransportChoice, world: World) -> Backends:
+def choose_backend(asked: TransportChoice, world: World) -> Backends:
     """Collective: return which of torch's backends carry messages, and sums over the pipelines, if any.
 
     Raises:

@@ -19,6 +19,7 @@ from fxchimera.planner.link import Measures
 from fxchimera.runtime import carriers, moving, parallelize, pippy, width
 from fxchimera.runtime.example import common_example
 from fxchimera.runtime.failure import Failure, Limits
+from fxchimera.runtime.grid import Grid
 from fxchimera.runtime.grouptransport import GroupTransport
 from fxchimera.runtime.handover import StreamTransport
 from fxchimera.runtime.layout import Layout
@@ -118,6 +119,7 @@ def test_two_processes_of_one_gpu_over_groups(monkeypatch: pytest.MonkeyPatch) -
     world = DistributedWorld.__new__(DistributedWorld)
     world.devices = SimpleNamespace(by_rank=(), of=lambda rank: torch.device("cuda", 0))
     world.ranks, world.apart = (0,), False
+    world.grid = Grid(((0, 1),), 0)
     monkeypatch.setattr(world, "gather_objects", lambda value, what: [value, value], raising=False)
     monkeypatch.setattr(carriers, "_backend_for", lambda device: "nccl")
     with pytest.raises(FxChimeraError, match=r"but the processes 0 and 1 share cuda:0 of .* goes through the host's memory"):

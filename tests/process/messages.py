@@ -14,7 +14,7 @@ import time
 import torch
 
 from fxchimera.errors import PipelineError
-from fxchimera.runtime.carriers import TransportChoice, choose_backends, process_transport
+from fxchimera.runtime.carriers import TransportChoice, choose_backend, process_transport
 from fxchimera.runtime.failure import Limits
 from fxchimera.runtime.layout import Layout
 from fxchimera.runtime.message import Key
@@ -38,7 +38,7 @@ def walk(ranks: int, seeds: range, carrier: TransportChoice = "sockets") -> tupl
     world = make_world(Layout.of(ranks, None, "compact", None, "pp"), Limits(30.0))
     placements = [_placement(ranks, random.Random(seed)) for seed in seeds]
     channels = sorted({(a, b, flow) for a in range(ranks) for b in range(ranks) if a != b for flow in FLOWS})
-    world.backends = choose_backends(carrier, world)
+    world.backends = choose_backend(carrier, world)
     transport = process_transport(world.ranks[0], channels, world, None)
     try:
         found = [_walk(world.ranks[0], place, transport, seed) for place, seed in zip(placements, seeds, strict=True)]
@@ -93,7 +93,7 @@ def _payload(key: Key, seed: int) -> torch.Tensor:
 def confuse() -> tuple[str, str]:
     """Rank 0 sends another message than the one that rank 1 expects; return the error of either."""
     world = make_world(Layout.of(2, None, "compact", None, "pp"), Limits(30.0))
-    world.backends = choose_backends("groups", world)
+    world.backends = choose_backend("groups", world)
     line, rank = (0, 1, "down-F"), world.ranks[0]
     transport = process_transport(rank, [line], world, None)
     sent, wanted = Key(0, 1, 0), Key(0, 1, 1)
