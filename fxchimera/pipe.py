@@ -68,7 +68,9 @@ class Pipeline(ObservedPipeline, DataParallel):
         self._costs = plan.costs
         sizes = {name: model.get_parameter(aliases[0]).nbytes for name, aliases in self._names.items()}
         self._orders = Orders.of(order, first.plan, self._costs, sizes)
-        agree(world, "plan", repr(first.plan) + self._orders.step.digest() + repr(sizes))
+        step = self._orders.step
+        said = f"schedule {step.name}, {order.placement.n_microbatches} micro-batches, nan={nan}, batch_norm={batch_norm}"
+        agree(world, "plan", "\n".join([said, repr(sizes), repr(first.plan), step.to_csv(), step.digest()]))
         self._owner = owner_process(model, first.plan, self._names, order.placement)
         self._engine = Engine(model, first, self._orders, world, deferred=batch_norm == "deferred")
         for executor in self._engine.executors:
