@@ -14,6 +14,7 @@ from fxchimera.planner.table import Plan
 from fxchimera.runtime.agreement import Call
 from fxchimera.runtime.attempts import Attempts
 from fxchimera.runtime.engine import Orders
+from fxchimera.runtime.plainrun import Passed
 from fxchimera.runtime.profile import agree_on_rounds, profile_pipeline
 from fxchimera.runtime.results import gather_timeline
 from fxchimera.runtime.trial import run_trial
@@ -74,7 +75,7 @@ class ObservedPipeline(StatefulPipeline):
             job = self._preparation.job(Call.STEP, args, kwargs, target, order=self._orders.step, steps=(self._step,))
             trial = run_trial(self._model, self._engine, self._attempts, job, watched=self._owner)
             self._timeline = trial.finished.timeline
-            return compare_with_plain(self._engine, self._model, self._names, trial, state)
+            return compare_with_plain(self._engine, self._model, self._names, trial, state, Passed(args, kwargs, target))
 
     def profile(self, *args: Any, target: Any = None, rounds: int = 5, **kwargs: Any) -> Profile:
         """Measure on one batch how long F, B, I and W of every stage take, messages between neighbours, and a whole step.

@@ -22,6 +22,7 @@ Kind = Literal["parameter", "buffer", "output", "loss"]
 Verdict = Literal["bitwise", "close", "WRONG"]
 
 _WORST = 5  # rows that the short text shows
+_WHOLE = 1e-5  # by which the loss of the whole batch may differ for rounding in single precision
 _STAGES = 16  # stages of which it shows a line each
 
 
@@ -85,7 +86,10 @@ class Verification:
     """The result of ``pipe.verify``; true in a condition when everything agrees.
 
     ``str()`` is a summary, :meth:`table` has every row, :meth:`to_csv` the same for machines; ``rows`` are values.
-    ``not_compared`` says in words what a plain run cannot tell.
+    ``not_compared`` says in words what a plain run cannot tell.  ``whole_batch_loss`` is the plain model's on the whole batch at
+    once, None with random draws, batch norm, low precision or several pipelines.  It is a second opinion on the weights of
+    micro-batches, which the rows take as given, and not part of ``ok``: a loss that compares rows with each other is another
+    one for micro-batches.
     """
 
     loss: float
@@ -95,6 +99,7 @@ class Verification:
     drifted: tuple[Drifted, ...] = ()
     fork: Fork | None = None
     not_compared: tuple[str, ...] = ()
+    whole_batch_loss: float | None = None
 
     @property
     def ok(self) -> bool:
@@ -144,6 +149,11 @@ class Verification:
     def __str__(self) -> str:
         lines = [self._verdict(), f"compared: {self._counts()}"]
         lines += [f"not compared: {text}" for text in self.not_compared]
+        if (whole := self.whole_batch_loss) is not None and not abs(whole - self.plain_loss) <= _WHOLE * abs(whole):
+            lines.append(
+                f"remark: on the whole batch at once the plain model's loss is {whole:.9g}, not {self.plain_loss:.9g} as on "
+                "micro-batches: see loss_weight, unless the loss compares rows with each other"
+            )
         if self.bitwise:
             return "\n".join(lines)
         if not self.ok:

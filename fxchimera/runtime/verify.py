@@ -8,7 +8,6 @@ Rank 0 of every pipeline needs memory for the whole model.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,21 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxchimera.errors import FxChimeraError
 from fxchimera.runtime.compare import compare_buffers, compare_gradients, compare_values
 from fxchimera.runtime.engine import Engine
-from fxchimera.runtime.feed import batch_on
-from fxchimera.runtime.gradients import GradientSum
 from fxchimera.runtime.job import Job
-from fxchimera.runtime.loss import total_loss
-from fxchimera.runtime.reference import Reference, run_reference
+from fxchimera.runtime.plainrun import Passed, PlainRun, of_all_pipelines, on_host, plain_copy, run_plain, whole_batch_loss
 from fxchimera.runtime.savedfiles import digest_of
-from fxchimera.runtime.settings import attributes
 from fxchimera.runtime.trial import Trial
 from fxchimera.runtime.verdict import Drifted, Row, Verification
 from fxchimera.runtime.witness import Crossings, fork_of, microbatch_name
-from fxchimera_passes.structure import flatten
 
-__all__ = ["compare_with_plain", "plain_copy"]
+__all__ = ["compare_with_plain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +43,8 @@ class _Own:
     copies: Mapping[tuple[int, int, str], str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Plain:
-    """What the plain model makes of one pipeline's shard."""
-
-    reference: Reference
-    weights: tuple[float, ...]
-    outputs: Mapping[int, list[torch.Tensor]]
-    buffers: Mapping[str, torch.Tensor]
-    written: frozenset[str]
-
-
 def compare_with_plain(
-    engine: Engine, model: nn.Module, names: Mapping[str, tuple[str, ...]], trial: Trial, state: Mapping[str, Any]
+    engine: Engine, model: nn.Module, names: Mapping[str, tuple[str, ...]], trial: Trial, state: Mapping[str, Any], call: Passed
 ) -> Verification:
     """Collective: compare a step with the plain model, which rank 0 of every pipeline runs.
 
@@ -70,22 +54,33 @@ def compare_with_plain(
         names: All names of each parameter, by canonical name.
         trial: The step that was run.
         state: The full state before it, on rank 0.
+        call: The batch.
+
+    Raises:
+        FxChimeraError: The plain model cannot be run.
     """
-    world, job = engine.world, trial.finished.job
+    world, job, device = engine.world, trial.finished.job, engine.world.devices.first
     crossings = Crossings.of(trial.finished.results)
     gathered: list[_Own] = world.collect(_own(engine, trial, crossings), "verify()")
-    plain: _Plain | None = None
+    plain: PlainRun | None = None
     here: nn.Module | None = None
-    result: Verification | None = None
-    everyones: list[_Plain] = []
+    parts: list[tuple[PlainRun | None, str | None]] = []
     if world.process == world.grid.row[0]:
         state = state if world.counterparts is None else world.counterparts.spread(state, "verify()")
-        here = plain_copy(model, names, state, world.devices.first)
-        plain = _run_plain(here, job, world.devices.first)
-        everyones = [plain] if world.counterparts is None else world.counterparts.gather(plain, "verify()")
-    if world.process == 0:
-        assert here is not None
-        result = _compared(engine, here, names, trial, gathered, everyones)
+        try:
+            here = plain_copy(model, names, state, device)
+            plain, problem = run_plain(here, job, device), None
+        except Exception as error:  # too little memory, perhaps; the others are not to wait for this rank
+            problem = f"{type(error).__name__}: {error}"
+        own = (plain, problem)
+        parts = [own] if world.counterparts is None else world.counterparts.gather(own, "verify()")
+    problem = world.spread(next((text for _, text in parts if text is not None), None), "verify()")
+    if problem is not None:
+        raise FxChimeraError(f"verify() could not run the plain model beside the pipeline: {problem}")
+    result: Verification | None = None
+    if here is not None and world.process == 0:
+        result = _compared(engine, here, names, trial, gathered, [part for part, _ in parts if part is not None])
+        result = _with_whole_batch(result, here, job, call, engine)
     exact: bool = world.spread(result is not None and result.bitwise, "verify()")
     if not exact:
         own_fork = fork_of(world, crossings, job, here, None if plain is None else plain.outputs)
@@ -94,6 +89,17 @@ def compare_with_plain(
             result = _with_forks(result, forks)
     answer: Verification = world.spread(result, "verify()")
     return answer
+
+
+def _with_whole_batch(result: Verification, plain: nn.Module, job: Job, call: Passed, engine: Engine) -> Verification:
+    """Add the loss of the batch in one piece, if this is the only pipeline; it is a remark, so nothing fails for it."""
+    if engine.world.grid.width > 1:
+        return result
+    try:
+        return replace(result, whole_batch_loss=whole_batch_loss(plain, job, call, engine.world.devices.first))
+    except Exception as error:  # a model that takes no such batch, or no memory for it
+        text = f"the loss of the whole batch at once ({type(error).__name__})"
+        return replace(result, not_compared=(*result.not_compared, text))
 
 
 def _own(engine: Engine, trial: Trial, crossings: Crossings) -> _Own:
@@ -105,7 +111,7 @@ def _own(engine: Engine, trial: Trial, crossings: Crossings) -> _Own:
     outputs = {m: tuple(digest_of(tensor) for tensor in found) for (s, m), found in crossings.values.items() if s == last}
     return _Own(
         world.grid.pipeline,
-        _on_host(trial.gradients) if first else {},
+        on_host(trial.gradients) if first else {},
         {name: buffer.cpu() for name, buffer in trial.buffers.items()} if first else {},
         losses,
         outputs,
@@ -127,37 +133,18 @@ def _copies(engine: Engine) -> dict[tuple[int, int, str], str]:
     return found
 
 
-def _run_plain(plain: nn.Module, job: Job, device: torch.device | None) -> _Plain:
-    batch = job.batch if device is None else batch_on(job.batch, device)
-    outputs: dict[int, list[torch.Tensor]] = {}
-    before = {name: buffer.detach().clone() for name, buffer in plain.named_buffers(remove_duplicate=False)}
-
-    def watch(microbatch: int, output: Any) -> None:
-        outputs[microbatch] = [tensor.detach().to("cpu", copy=True) for tensor in flatten(output)[0]]
-
-    found = run_reference(
-        plain, batch, job.programs, job.order.placement, weights=job.weights, loss_fn=job.loss_fn, seed=job.seed, step=job.step,
-        watch=watch,
-    )  # fmt: skip
-    losses = tuple(each.cpu() for each in found.losses)
-    buffers = {name: buffer.detach().cpu() for name, buffer in plain.named_buffers(remove_duplicate=False)}
-    written = frozenset(name for name, buffer in plain.named_buffers(remove_duplicate=False) if not _same(buffer, before[name]))
-    reference = Reference(found.loss.cpu(), _on_host(found.gradients), losses)
-    return _Plain(reference, job.weights, outputs, buffers, written)
-
-
 def _compared(
     engine: Engine,
     plain: nn.Module,
     names: Mapping[str, tuple[str, ...]],
     trial: Trial,
     gathered: Sequence[_Own],
-    everyones: Sequence[_Plain],
+    everyones: Sequence[PlainRun],
 ) -> Verification:
     """On process 0: make the rows."""
     job = trial.finished.job
     plan, last = job.programs[0].plan, len(job.programs[0].plan.stages) - 1
-    expected = _of_all_pipelines(everyones)
+    expected = of_all_pipelines(everyones)
     gradients = {name: gradient for own in gathered for name, gradient in own.gradients.items()}
     rows = compare_gradients(plan, gradients, expected.gradients)
     buffers = {name: buffer for own in gathered for name, buffer in own.buffers.items()}
@@ -197,7 +184,7 @@ def _with_forks(result: Verification, forks: Sequence[tuple[Any, Sequence[Row]]]
     return result if result.ok else replace(result, fork=found)
 
 
-def _tellable(engine: Engine, plain: _Plain) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
+def _tellable(engine: Engine, plain: PlainRun) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
     """The buffers whose values after a plain loop are what the pipeline's should be, and in words which are not."""
     placement, width = engine.placement, engine.world.grid.width
     numbers = [m for pipe in range(len(placement.pipes)) for m in placement.microbatches(pipe)]
@@ -207,46 +194,3 @@ def _tellable(engine: Engine, plain: _Plain) -> tuple[dict[str, torch.Tensor], t
     why = "all pipelines write them" if width > 1 else 'batch_norm="deferred"' if deferred else "the micro-batches' order"
     told = {name: value for name, value in plain.buffers.items() if name not in plain.written}
     return told, (f"{len(plain.written)} buffers that forward writes ({why})",)
-
-
-def _of_all_pipelines(parts: Sequence[_Plain]) -> Reference:
-    """Sum what the plain model gives for the shards of all pipelines, ascending."""
-    if len(parts) == 1:
-        return parts[0].reference
-    losses = dict(enumerate(loss for part in parts for loss in part.reference.losses))
-    sums = {name: GradientSum() for name in parts[0].reference.gradients}
-    for pipeline, part in enumerate(parts):
-        for name, gradient in part.reference.gradients.items():
-            sums[name].add((pipeline, 0), gradient)
-    everyones = tuple(weight for part in parts for weight in part.weights)
-    loss = total_loss(losses, everyones, parts[0].reference.loss.dtype)
-    return Reference(loss, {name: total.total() for name, total in sums.items()})
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and digest_of(one.cpu()) == digest_of(other.cpu())
-
-
-def _on_host(gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-    return {name: None if gradient is None else gradient.cpu() for name, gradient in gradients.items()}
-
-
-def plain_copy(
-    model: nn.Module, names: Mapping[str, tuple[str, ...]], state: Mapping[str, Any], device: torch.device | None = None
-) -> nn.Module:
-    """Return a copy of ``model`` with the parameters and buffers of ``state`` and gradients of its own, on ``device`` if given."""
-    memo: dict[int, Any] = {}
-    if device is not None:
-        others = [value for module in model.modules() for value in attributes(module).values()]
-        held = [*model.buffers(), *(value for value in others if isinstance(value, torch.Tensor))]
-        memo |= {id(tensor): tensor.detach().to(device, copy=True) for tensor in held}
-    for aliases in names.values():
-        parameter = model.get_parameter(aliases[0])
-        value = next((state[alias] for alias in aliases if alias in state), None)
-        data = parameter.detach() if value is None else value.to(device or value.device, parameter.dtype)
-        memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    clone: nn.Module = copy.deepcopy(model, memo)
-    for name, buffer in clone.named_buffers(remove_duplicate=False):
-        if name in state:
-            buffer.copy_(state[name])
-    return clone

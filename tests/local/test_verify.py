@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxchimera import Pipeline
+from fxchimera import FxChimeraError, Pipeline
+from fxchimera.runtime import verify
 from tests.local import misled
 from tests.local.untouched import untouched
 from tests.local.wrapped import wrap
@@ -132,6 +133,42 @@ def test_the_figures_are_those_of_the_plain_gradients(monkeypatch: pytest.Monkey
         assert row.absolute == pytest.approx(1e-3 if changed else 0.0, rel=1e-9)
         expected = 1e-3 * plain[row.name].numel() ** 0.5 / row.norm if changed else 0.0
         assert row.relative == pytest.approx(expected, rel=1e-9)
+
+
+def masked(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Nobody can see what this one leaves out."""
+    each = torch.nn.functional.cross_entropy(output, target.clamp(min=0), reduction="none")
+    return (each * (target >= 0)).sum() / (target >= 0).sum()
+
+
+@pytest.mark.parametrize(("weight", "remarked"), [("samples", True), (-100, False)])
+def test_the_whole_batch_at_once_is_a_second_opinion_on_the_weights(weight: str | int, remarked: bool) -> None:
+    """Rows whose labels do not count are not spread evenly, so a mean of means is another loss."""
+    example = MODELS["mlp"](batch=5, dtype=torch.float64)._replace(loss_fn=masked)
+    assert example.target is not None
+    example.target[:2] = -100
+    example.target[3] = -100
+    wanted = float(example.loss(example.model(*example.args)).detach())
+    with wrap(example, 2, 2, loss_weight=weight) as pipe:
+        result = pipe.verify(*example.args, target=example.target)
+    assert result.bitwise, "the rows take the weights as they are"
+    assert result.whole_batch_loss == pytest.approx(wanted, rel=1e-12)
+    assert ("remark: on the whole batch at once" in str(result)) == remarked
+    assert (result.loss == pytest.approx(wanted, rel=1e-10)) != remarked
+
+
+def test_a_plain_run_that_fails_is_an_error(sound: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the pipeline may be used further."""
+    x, mask, y = misled.batch()
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(verify, "run_plain", full)
+    with pytest.raises(FxChimeraError, match="could not run the plain model beside the pipeline: MemoryError: planted"):
+        sound.verify(x, mask, target=y)
+    monkeypatch.undo()
+    assert sound.verify(x, mask, target=y)
 
 
 def test_what_a_plain_run_cannot_tell_is_said() -> None:
