@@ -136,8 +136,10 @@ class _Frame:
         )
 
     def _calls(self) -> str:
-        calls = [str(node.target) for node in self._body.graph.nodes if node.op == "call_module"] or ["operations"]
-        return f"{calls[0]} to {calls[-1]}"
+        nodes = [node for node in self._body.graph.nodes if node.op.startswith("call_")]
+        first, last = nodes[0].name, nodes[-1].name
+        lines = [node.meta["info"].line for node in nodes if "info" in node.meta and node.meta["info"].line]
+        return f"{first} to {last}{f', at {lines[0]}' if lines else ''}"
 
     def _fill(self, tensor: Tensor) -> Tensor:
         slot, value = self._slots[self._filled](), tensor.detach()  # an operator's result, saved with its past, would be a cycle

@@ -142,7 +142,8 @@ def counts_of(batch: Batch, loss_weight: LossWeight, loss_fn: LossFn | None, pro
 
 def _refusal(counts: Sequence[float], loss_weight: LossWeight) -> BatchError:
     return BatchError(
-        f"loss_weight={loss_weight!r} gave the micro-batches the weights {list(counts)}; they must be finite, not negative, "
+        f"loss_weight={place_of(loss_weight) if callable(loss_weight) else repr(loss_weight)} gave the micro-batches the weights "
+        f"{list(counts)}; they must be finite, not negative, "
         "and at least one must be positive"
     )
 

@@ -115,9 +115,11 @@ def refuse_other(batch: Batch, example: MicroBatch, captured: Captured) -> None:
     for microbatch in batch.microbatches:
         found = _shapes(microbatch)
         if found != known or describe(microbatch.structure) != describe(example.structure):
+            plain = "" if found != known else f" and {describe(microbatch.structure)}"
+            example_plain = "" if found != known else f" and {describe(example.structure)}"
             raise BatchError(
-                f"micro-batch {microbatch.index} has tensors {found}, the example has {known}: torch's schedules take "
-                "micro-batches of one shape with the same plain values; fxchimera.pipeline takes any"
+                f"micro-batch {microbatch.index} has tensors {found}{plain}, the example has {known}{example_plain}: torch's "
+                "schedules take micro-batches of one shape with the same plain values; fxchimera.pipeline takes any"
             )
         with microbatch_randomness(torch.initial_seed(), 0, microbatch.index):
             wrong = next((guard for guard in captured.guards if not guard.holds(microbatch.inputs)), None)

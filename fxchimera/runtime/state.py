@@ -90,8 +90,8 @@ def _check(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
     missing, unexpected = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
     if strict and (missing or unexpected):
         raise FxChimeraError(
-            f"the state_dict does not fit the model: missing {missing}, unexpected {unexpected} ({len(missing)} and "
-            f"{len(unexpected)}, the model has {len(expected)}). strict=False loads what both have"
+            f"the state_dict does not fit the model: of {len(expected)} keys it lacks {len(missing)}, missing {missing[:4]}, and "
+            f"it has {len(unexpected)} more, unexpected {unexpected[:4]}. strict=False loads what both have"
         )
     for key in expected:
         theirs, ours = state.get(key), expected[key]

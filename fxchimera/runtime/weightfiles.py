@@ -177,6 +177,10 @@ def _opened(path: Path) -> _Opened:
     except FxChimeraError:
         raise
     except Exception as error:  # whatever a broken or foreign file makes of the reader
-        raise FxChimeraError(f"checkpoint: {path} cannot be read ({type(error).__name__}: {error})") from error
+        said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        raise FxChimeraError(
+            f"checkpoint: {path} cannot be read ({said}); save it as safetensors, or load it yourself, if you trust it, and pass "
+            "what you have loaded"
+        ) from error
     kinds = ", ".join((".safetensors", *_TORCH_ENDINGS, ".json"))
     raise FxChimeraError(f"checkpoint: {path} must end in one of {kinds}, or be a folder with such files")

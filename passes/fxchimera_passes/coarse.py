@@ -53,7 +53,7 @@ def divide(captured: Captured, atoms: Atoms, num_stages: int) -> Division:
     if num_stages > 1 and len(captured.parameters) < num_stages:
         raise PartitionError(
             f"{num_stages} stages were asked for, but the model has {len(captured.parameters)} parameters, and every stage must "
-            f"own one. Use num_stages={max(owning, 1)} or fewer"
+            f"own one. Use num_stages={max(owning, 1)} or fewer: into so many pieces with parameters it can be cut"
         )
     work = tuple(int(s > 0.0 or p > 0) for s, p in zip(atoms.seconds, atoms.parameters, strict=True))
     work = work if any(work) else (1,) * len(work)
@@ -104,7 +104,8 @@ def _loan(captured: Captured, owner: Mapping[str, int], stage: int, read: Iterab
     spare = tied or max(groups, key=len, default=[])
     if not spare:
         raise PartitionError(
-            f"stage {stage} would own no parameter: the model has {len(owner)}, fewer than stages. Use fewer stages"
+            f"stage {stage} would own no parameter: the model has {len(owner)}, and no stage can spare one of its own. Use "
+            f"num_stages={len(owner)} or fewer"
         )
     kept = captured.beside  # what another path through the model reads stays in its stage
 

@@ -57,7 +57,8 @@ def _paired(small: Captured, large: Captured) -> list[tuple[fx.Node, fx.Node]]:
     for a, b in zip(left, right, strict=True):
         if a.op != b.op or (a.op != "placeholder" and a.target != b.target):
             raise CaptureError(
-                f"the two recordings differ at {a.name!r} {info(a).line}: {a.target} and {b.target}".replace("  ", " ")
+                f"the two recordings differ at {a.name!r} ({info(a).line or 'in torch code'}): {a.target} and {b.target}; the "
+                "model's path depends on the batch size"
             )
     return list(zip(left, right, strict=True))
 

@@ -1,7 +1,7 @@
 """``python -m tests.errorpage [TESTS]``: run tests, note which errors they reach, and write the page of errors anew.
 
 Without tests the page is made from the examples that are known. With tests (whatever pytest takes), those that reach a site without
-a good example become its example, and the messages of examples among them are noted again.
+a good example become its example, also those whose message has changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.errorpage.page import PAGE, page
 from tests.errorpage.sites import ROOT, all_sites
-from tests.errorpage.triggers import load, merged, problems, save
+from tests.errorpage.triggers import Trigger, load, merged, problems, save
 from tests.errorpage.watch import HITS_FILE
 
 
@@ -30,14 +30,14 @@ def main(tests: list[str]) -> int:
     return 1 if found or failed else 0
 
 
-def _run(tests: list[str]) -> tuple[list[tuple[str, str, str]], dict[str, float], int]:
+def _run(tests: list[str]) -> tuple[list[tuple[str, Trigger]], dict[str, float], int]:
     """What the tests reached that passed, their seconds, and pytest's exit status."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "hits")
         file.touch()
         done = subprocess.run([sys.executable, "-m", "pytest", "-q", *tests], cwd=ROOT, env={**os.environ, HITS_FILE: str(file)})
         lines = [json.loads(line) for line in file.read_text().splitlines()]
-    return [(test, key, text) for test, key, text, _ in lines], {test: spent for test, _, _, spent in lines}, done.returncode
+    return [(key, Trigger(*found)) for key, found, _ in lines], {found[0]: spent for _, found, spent in lines}, done.returncode
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ GROUPS = (
     Group(
         "Ranks, devices, processes",
         "Raised while the pipeline is being made, when what was asked for does not fit the processes and devices that there are.",
-        tuple(_R + name for name in ("layout", "devices", "rankplacement", "addresses", "wires", "width", "moving")),
+        tuple(_R + name for name in ("layout", "devices", "rankplacement", "addresses", "wires", "width", "moving", "carriers")),
     ),
     Group(
         "Wrapping a model: what a pipeline cannot keep right",
@@ -71,7 +71,8 @@ GROUPS = (
         "it. After a `PipelineError` wrap the model again; after the others the pipeline goes on.",
         (
             "fxchimera.pipe", "fxchimera.pipestate", *(_R + name for name in (
-                "engine", "world", "failure", "distributed", "local", "handover", "message", "buckets", "profile", "probe",
+                "engine", "world", "failure", "distributed", "grouptransport", "local", "handover", "message", "patience",
+                "buckets", "profile", "probe",
             )),
         ),
     ),
@@ -79,7 +80,7 @@ GROUPS = (
         "Saving and loading",
         "A checkpoint that is there already stays whole when `save` raises; model and optimizer stay as they were "
         "when `load` raises.",
-        tuple(_R + name for name in ("saving", "savedfiles", "savedindex", "optimizerstate", "state", "sharded")),
+        tuple(_R + name for name in ("saving", "savedfiles", "savedindex", "jsonvalues", "optimizerstate", "state", "sharded")),
     ),
     Group(
         "With torch.compile, FSDP, tensor parallelism, torch.distributed.pipelining",

@@ -53,8 +53,8 @@ def _entry(site: Site, triggers: Mapping[str, Trigger]) -> Iterator[str]:
     yield from ("```text", _shortened(trigger.seen), "```", "")
     file, _, name = trigger.test.partition("::")
     function = function_of(trigger.test)
-    source = _source(file, function) if function is not None and "[" not in name else None
-    example = f"[`{name.partition('[')[0]}`](../{file})" + (f", case `[{name.partition('[')[2]}`" if "[" in name else "")
+    source = _source(file, function) if function is not None else None
+    example = f"[`{name.partition('[')[0]}`](../{file})" + (f" with `{trigger.case}`" if trigger.case else "")
     yield f"Made in {where}; example: {example}"
     yield ""
     if source:

@@ -26,6 +26,7 @@ class Trigger(NamedTuple):
 
     test: str  # as pytest names it
     seen: str  # the message
+    case: str = ""  # the parameters of the test
 
 
 def load() -> dict[str, Trigger]:
@@ -48,9 +49,9 @@ def by_test(triggers: Mapping[str, Trigger]) -> dict[str, frozenset[str]]:
 
 
 def merged(
-    triggers: Mapping[str, Trigger], hits: Iterable[tuple[str, str, str]], sites: Iterable[Site], seconds: Mapping[str, float]
+    triggers: Mapping[str, Trigger], hits: Iterable[tuple[str, Trigger]], sites: Iterable[Site], seconds: Mapping[str, float]
 ) -> dict[str, Trigger]:
-    """``triggers`` with what tests reached: (test, key, message) each; a good example that is there already stays.
+    """``triggers`` with what tests reached, (key, example) each; a good example that is there already stays.
 
     Args:
         triggers: By key; those of keys that no site has are left out, unless a function has moved to another module.
@@ -60,19 +61,18 @@ def merged(
     """
     hits = list(hits)
     known = {site.key: site for site in sites}
-    reaches = Counter(test for test, _, _ in hits)
+    reaches = Counter(trigger.test for _, trigger in hits)
     left = {_within(key): trigger for key, trigger in triggers.items() if key not in known}
     chosen = {key: triggers[key] for key in known if key in triggers}
     chosen.update({key: left[_within(key)] for key in known if key not in chosen and _within(key) in left})
     candidates: dict[str, list[Trigger]] = {}
-    for test, key, seen in hits:
-        if key in known and function_of(test) is not None:
-            candidates.setdefault(key, []).append(Trigger(test, seen))
+    for key, trigger in hits:
+        if key in known and function_of(trigger.test) is not None:
+            candidates.setdefault(key, []).append(trigger)
     for key, found in candidates.items():
-        same = [trigger for trigger in found if key in chosen and trigger.test == chosen[key].test]
-        usable = key in chosen and not _fault(known[key], chosen[key])
-        if same or not usable:
-            chosen[key] = same[0] if same else min(found, key=lambda trigger: _rank(trigger.test, reaches, seconds))
+        if key not in chosen or _fault(known[key], chosen[key]):
+            same = [trigger for trigger in found if key in chosen and trigger.test == chosen[key].test]
+            chosen[key] = min(same or found, key=lambda trigger: _rank(trigger.test, reaches, seconds))
     return chosen
 
 

@@ -26,6 +26,7 @@ from tests.errorpage.sites import ROOT, Site, sites_of
 __all__ = ["HITS_FILE", "RECORDER", "Hit", "Recorder", "Watch", "site_of"]
 
 HITS_FILE = "FXCHIMERA_ERROR_HITS"  # an environment variable: the file that `python -m tests.errorpage TESTS` gathers from
+_LONGEST = 100  # characters of a parameter
 _INSIDE = (str(ROOT / "fxchimera") + os.sep, str(ROOT / "passes") + os.sep)
 _TEMPORARY = re.compile(re.escape(tempfile.gettempdir()) + r"/(pytest-of-\w+/pytest-\d+/(popen-gw\d+/)?)?[^/\s'\"]+")
 
@@ -108,7 +109,7 @@ class Watch:
             return
         found = {site.key: hit.text for hit in RECORDER.take() if (site := site_of(hit))}
         if self._gathered:
-            self._write(item.nodeid, found, seconds)
+            self._write(item, found, seconds)
         elif missing := expected - found.keys():
             pytest.fail(
                 f"tutorials/errors.md shows this test as the example of {sorted(missing)}, which it did not reach; it reached "
@@ -116,11 +117,20 @@ class Watch:
                 pytrace=False,
             )
 
-    def _write(self, test: str, found: Mapping[str, str], seconds: float) -> None:
+    def _write(self, item: pytest.Item, found: Mapping[str, str], seconds: float) -> None:
         """One line a site, in one write, because the workers of pytest-xdist share the file."""
-        lines = "".join(json.dumps([test, key, text, round(seconds, 2)]) + "\n" for key, text in found.items())
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        case = ", ".join(f"{name}={_shown(value)}" for name, value in params.items())
+        lines = "".join(json.dumps([key, [item.nodeid, text, case], round(seconds, 2)]) + "\n" for key, text in found.items())
         with Path(str(self._gathered)).open("a") as file:
             file.write(lines)
+
+
+def _shown(value: object) -> str:
+    """A parameter of a test as it may be written, where it has no better name and is short."""
+    name = getattr(value, "__name__", None)
+    text = str(name) if name is not None else _plain(" ".join(repr(value).split()))
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
 
 
 def _plain(text: str) -> str:

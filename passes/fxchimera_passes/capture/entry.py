@@ -193,7 +193,12 @@ class _Job:
             if out is not None:
                 self.kept = recorder.attributes.kept
                 return recorder, out
-        raise CaptureError(f"{type(self.model).__name__} cannot be recorded: its modules have to be opened and closed in turn")
+        opened, closed = ", ".join(filter(None, self.opened)), ", ".join(self.closed)
+        raise CaptureError(
+            f"{type(self.model).__name__} cannot be recorded: its modules have to be opened ({opened or 'none'}) and closed "
+            f"({closed or 'none'}) in turn, as they hand each other tensors other than by arguments; put those that do into one "
+            "module"
+        )
 
     def fullest(self, *, settle: bool) -> Explored[_Made]:
         """Record for planning: of the paths that random draws or parameters decide, the one that reads most parameters."""

@@ -14,6 +14,7 @@ __all__ = ["first_line", "in_distributions", "line_of", "outside_torch", "user_l
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _DISTRIBUTIONS = _TORCH + "distributions" + os.sep
+_CALLER = "fxchimera"  # the package that wraps models: its lines are no user's, and beyond it nothing runs the model
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
 
@@ -27,6 +28,8 @@ def user_line(*, beyond: str = "") -> str:
     while frame is not None:
         name = frame.f_code.co_filename
         passed = passed or name == beyond
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] == _CALLER:
+            return ""
         if passed and not _is_ours(name):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back

@@ -35,8 +35,12 @@ def check_model(model: nn.Module) -> None:
 
 def unrecordable(model: nn.Module, line: str, reason: str) -> CaptureError:
     """Say that the forward of ``model`` itself cannot be recorded."""
+    if not line:
+        return CaptureError(
+            f"{type(model).__name__}.forward cannot be recorded: in torch's own code, {reason}. Mend the batch or the model"
+        )
     return CaptureError(
-        f"{type(model).__name__}.forward cannot be recorded at {line or 'an unknown line'}: {reason}. "
+        f"{type(model).__name__}.forward cannot be recorded at {line}: {reason}. "
         "Move the branch or the computation around this line into a submodule: a submodule is kept as one whole call."
     )
 
@@ -44,9 +48,22 @@ def unrecordable(model: nn.Module, line: str, reason: str) -> CaptureError:
 def failing(model: nn.Module, error: Exception) -> CaptureError:
     """Say that ``model``, run on real tensors as it is, raised ``error``."""
     return CaptureError(
-        f"{type(model).__name__}.forward fails at {line_of(error) or 'an unknown line'} on this batch, also when it is run as it "
-        f"is: {type(error).__name__}: {str(error).strip()}. Mend the batch or the model"
+        f"{type(model).__name__}.forward fails {_place(model, error)} on this batch, also when it is run as it is: "
+        f"{type(error).__name__}: {str(error).strip()}. Mend the batch or the model"
     )
+
+
+def _place(model: nn.Module, error: BaseException) -> str:
+    """The user's line that ``error`` came from, and the innermost of the model's modules."""
+    names, found = {id(module): name for name, module in model.named_modules()}, ""
+    trace = error.__traceback__
+    while trace is not None:
+        module = trace.tb_frame.f_locals.get("self")
+        if names.get(id(module)):
+            found = f"in module {names[id(module)]!r} ({type(module).__name__})"
+        trace = trace.tb_next
+    line = line_of(error)
+    return ", ".join(filter(None, (f"at {line}" if line else "", found))) or "in torch's own code"
 
 
 def refuse_seeding(captured: Captured, calls: Sequence[str]) -> None:
