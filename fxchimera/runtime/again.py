@@ -27,6 +27,7 @@ from fxchimera_passes import _torch
 from fxchimera_passes._torch import TorchDispatchMode
 from fxchimera_passes.capture.flops import dear, tensors_in
 from fxchimera_passes.capture.opening import only_collects
+from fxchimera_passes.captured import info
 from fxchimera_passes.plan import SELECTIVE
 
 __all__ = ["Again", "again_for", "ours"]
@@ -118,7 +119,7 @@ class _Frame:
     def _second(self) -> None:
         if self._versions != [_torch.version(tensor) for tensor in tensors_in(self._args)]:
             raise FxChimeraError(
-                f"a value that enters a recomputed part of the model ({self._calls()}) was written in place after it was read "
+                f"a value that enters a recomputed part of the model ({self._between()}) was written in place after it was read "
                 'there, which the recording did not show. Use recompute="none", or write to a copy'
             )
         args = tuple(_each_tensor(_alias, value) for value in self._args or ())
@@ -131,15 +132,17 @@ class _Frame:
         except _Done:
             return
         raise FxChimeraError(
-            f"a recomputed part of the model ({self._calls()}) saved {len(self._slots)} tensors for its backward the first time "
+            f"a recomputed part of the model ({self._between()}) saved {len(self._slots)} tensors for its backward the first time "
             f'and {self._filled} the second: its forward is not a function of its inputs. Use recompute="none"'
         )
 
-    def _calls(self) -> str:
-        nodes = [node for node in self._body.graph.nodes if node.op.startswith("call_")]
-        first, last = nodes[0].name, nodes[-1].name
-        lines = [node.meta["info"].line for node in nodes if "info" in node.meta and node.meta["info"].line]
-        return f"{first} to {last}{f', at {lines[0]}' if lines else ''}"
+    def _between(self) -> str:
+        """The region's first and last module or operation, and the user's line where it begins."""
+        known = [(node, info(node)) for node in self._body.graph.nodes if node.op.startswith("call_")]
+        ends = known[0], known[-1]
+        first, last = (str(node.target) if node.op == "call_module" else one.module or node.name for node, one in ends)
+        line = next((one.line for _, one in known if one.line), "")
+        return f"{first!r} to {last!r}{f', at {line}' if line else ''}"
 
     def _fill(self, tensor: Tensor) -> Tensor:
         slot, value = self._slots[self._filled](), tensor.detach()  # an operator's result, saved with its past, would be a cycle

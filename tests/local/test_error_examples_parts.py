@@ -16,7 +16,7 @@ from torch.distributed.pipelining import pipeline as torch_pipeline
 
 from fxchimera import BatchError, FxChimeraError, PipelineError
 from fxchimera.planner.link import Measures
-from fxchimera.runtime import carriers, moving, parallelize, pippy, width
+from fxchimera.runtime import carriers, moving, parallelize, pippy, sharded, width
 from fxchimera.runtime.example import common_example
 from fxchimera.runtime.failure import Failure, Limits
 from fxchimera.runtime.grid import Grid
@@ -148,6 +148,14 @@ def test_a_stage_that_returns_a_sharded_tensor(monkeypatch: pytest.MonkeyPatch) 
     stage = parallelize._Shelled(parallelize._Shell(), 3, SimpleNamespace(forward=lambda x: (x,)))
     with pytest.raises(FxChimeraError, match="stage 3 returns a DTensor; let its last module return plain tensors"):
         stage.forward(X)
+
+
+def test_an_optimizers_state_of_another_shape_than_a_sharded_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded, "is_sharded", lambda tensor: True)
+    with pytest.raises(
+        FxChimeraError, match=r"the optimizer's 0\.weight\.row has shape \(8,\), the parameter \(8, 6\): how it would"
+    ):
+        sharded.placed_as(X, X[:, 0], "0.weight.row")
 
 
 def test_a_wait_for_nobody_in_particular() -> None:
