@@ -71,7 +71,7 @@ GROUPS = (
         "it. After a `PipelineError` wrap the model again; after the others the pipeline goes on.",
         (
             "fxchimera.pipe", "fxchimera.pipestate", *(_R + name for name in (
-                "engine", "world", "failure", "distributed", "grouptransport", "local", "handover", "message", "patience",
+                "engine", "verify", "world", "failure", "distributed", "grouptransport", "local", "handover", "message", "patience",
                 "buckets", "profile", "probe",
             )),
         ),
