@@ -57,7 +57,7 @@ def plant(kind: str, pipe: Any, owned: dict[str, torch.nn.Parameter]) -> None:
 SAID = {
     "forward": (
         "first stage that differs: 1, in its forward of micro-batch 1 (up) of pipeline 1",
-        "the loss of micro-batch 1 (up) of",
+        "WRONG    stage 1  output 1 (up) of pipeline 1",
     ),
     "copy": (
         "DRIFTED  stage 1 (up of pipeline 1)  30.bias: the copy's values are not the owner's",
