@@ -93,7 +93,11 @@ class Failure:
 
     def when_failed(self, release: Callable[[], None]) -> None:
         """Have ``release`` called once when something fails, on any thread: it ends waits that look nowhere."""
-        self._releases.append(release)
+        with self._lock:
+            self._releases.append(release)
+            late = self._cause is not None
+        if late:
+            release()
 
     def check(self) -> None:
         """Raise if any rank has failed."""

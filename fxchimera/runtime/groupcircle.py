@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from fxchimera.runtime.groups import destroy
 from fxchimera.runtime.lanes import Lane
 from fxchimera.runtime.world import DistributedWorld
 from fxchimera_passes._torch import record_ranges
@@ -73,7 +74,7 @@ class GroupCircle:
 
     def close(self) -> None:
         """Leave the group; may be called once."""
-        self._world.leave_group(self._group)
+        destroy(self._group)
 
     def _swap(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
         """Send ``outgoing[i]`` to member i and receive ``incoming[i]`` from it, for all others, in one batch."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fxchimera.runtime.groups import destroy
 from fxchimera.runtime.transport import Channel
 from fxchimera.runtime.world import DistributedWorld
 from fxchimera_passes._torch import record_ranges
@@ -83,7 +84,7 @@ class Links:
         """Close the connections; may be called more than once."""
         links, self._links = self._links, {}
         for link in links.values():
-            self._world.leave_group(link.group)
+            destroy(link.group)
 
     def _open(self, channels: Sequence[Channel]) -> None:
         world, grid, device = self._world, self._world.grid, self._device

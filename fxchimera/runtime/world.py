@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fxchimera.errors import FxChimeraError, PipelineError
+from fxchimera.runtime._torch import members_group, named_group
 from fxchimera.runtime.backends import NO_BACKENDS, Backends
 from fxchimera.runtime.caller import Caller
 from fxchimera.runtime.circle import Circle
@@ -95,8 +96,11 @@ class DistributedWorld:
         self.devices = HOST
         timeout = datetime.timedelta(seconds=limits.wait_seconds)
         members = layout.members
-        self._group = dist.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=members is not None)
-        self.apart = members is not None
+        if members is None:
+            self._group = dist.new_group(timeout=timeout, backend="gloo")
+        else:
+            self._group = members_group(members, timeout=timeout, backend="gloo")
+        self.apart, self._groups = members is not None, 0
         self.process, self.num_processes = dist.get_rank(self._group), width * layout.num_ranks
         self.grid = layout.grid(self._group)
         self.ranks: tuple[int, ...] = (self.grid.rank,)
@@ -192,26 +196,16 @@ class DistributedWorld:
 
         Where other processes than the world's use torch's default group, as with a mesh, only the members take part.
         """
-        ranks = [dist.get_global_rank(self._group, process) for process in processes]
+        ranks = sorted(dist.get_global_rank(self._group, process) for process in processes)
         timeout = datetime.timedelta(seconds=self.failure.limits.wait_seconds)
-        if self.apart and self.process not in processes:
-            return None
-        group = dist.new_group(
-            ranks, timeout=timeout, backend=backend, use_local_synchronization=self.apart, device_id=device, group_desc="fxchimera"
-        )
-        return group if self.process in processes else None
-
-    def leave_group(self, group: dist.ProcessGroup) -> None:
-        """Close what :meth:`new_group` has made.
-
-        A group that only its members have made is named after them, and another under that name would find the addresses of the
-        first in torch's store; so torch keeps its name until the default group ends.
-        """
+        self._groups += 1
         if not self.apart:
-            destroy(group)
-            return
-        with contextlib.suppress(RuntimeError):
-            group.shutdown()
+            group = dist.new_group(ranks, timeout=timeout, backend=backend, device_id=device, group_desc="fxchimera")
+        elif self.process in processes:
+            store = self._shared.store
+            name = f"fxchimera {store.host} {store.port} {self._groups}"
+            group = named_group(name, store, ranks, backend=backend, timeout=timeout, device=device)
+        return group if self.process in processes else None
 
     def part(self) -> None:
         """Wait until all ranks are here: one that left early would take the failure store, or a message in flight, from them."""

@@ -41,7 +41,7 @@ def slow(*values: Any) -> Any:
         slow("skip", 4, 1, "gpipe"),
         slow("masked_rotary", 2, 3, "chimera"),
         slow("nn_transformer", 4, 2, "chimera"),
-        slow("tied", 4, 9, "dualpipe"),
+        slow("tied", 4, 8, "dualpipe"),
     ],
 )
 def test_training_is_bitwise_that_of_threads(processes: Pool, name: str, stages: int, n: int, schedule: str) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fxchimera
 from tests.parity import Outcome, assert_close, assert_same_tensors, gradients_of
 from tests.process.alike import union
+from tests.process.grouped import over_groups
 from tests.process.pool import Pool
 from tests.workers import Caught, caught, owned_gradients, rank
 
@@ -121,3 +122,38 @@ def test_pipelines_of_a_mesh_fail_by_themselves(processes: Pool) -> None:
     texts = {error[1] for error, _ in answers if error is not None}
     assert len(texts) == 1
     assert texts.pop().startswith("rank 1 failed: stage 1 (down), micro-batch 0")
+
+
+def one_after_the_other(shape: tuple[int, int], count: int) -> list[torch.Tensor]:
+    """Losses of pipelines that are made on one mesh, each after the one before was closed."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp"))
+    try:
+        found = []
+        for _ in range(count):
+            model, x, y = model_and_data()
+            with fxchimera.pipeline(
+                model, example_args=(x,), loss_fn=nn.functional.mse_loss, num_stages=shape[1], n_microbatches=4, schedule="1f1b",
+                device_mesh=mesh,
+            ) as pipe:  # fmt: skip
+                found.append(pipe.step(x, target=y))
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("carry", "shape"),
+    [
+        ((), (2, 2)),
+        pytest.param((over_groups,), (2, 2), marks=pytest.mark.matrix),
+        pytest.param((over_groups,), (1, 4), marks=pytest.mark.matrix),
+    ],
+    ids=["sockets", "groups", "groups of four ranks"],
+)
+def test_pipelines_one_after_the_other_on_one_mesh(processes: Pool, carry: tuple[Any, ...], shape: tuple[int, int]) -> None:
+    """Torch names groups after their ranks and how many there are: the second pipeline's would be where the first one's were."""
+    model, x, y = model_and_data()
+    plain = nn.functional.mse_loss(model(x), y).detach()
+    for losses in processes.run(4, *carry, one_after_the_other, shape, 2):
+        for loss in losses:
+            torch.testing.assert_close(loss, plain, rtol=1e-12, atol=0.0)
