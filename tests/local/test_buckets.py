@@ -27,7 +27,7 @@ W = 3
 class Echo:
     """Counterparts whose gradients are this rank's own; ``left`` are the moments at which buckets left, with their sizes."""
 
-    size = W
+    size, through = W, None
 
     def __init__(self) -> None:
         self.left: list[tuple[float, int]] = []
