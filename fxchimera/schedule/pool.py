@@ -22,6 +22,7 @@ from fxchimera.schedule.templates import Shape, published, shapes
 
 __all__ = ["Candidate", "Pool"]
 
+_ROUNDING = 1e-12  # of a capacity; less than a byte, for as many as a rank may have
 _PUBLISHED = 4  # what making and timing a published order spends on an operation, in operations that the annealing looks at
 
 
@@ -88,7 +89,8 @@ class Pool:
             )
         finer = place.num_stages // len(held)
         holds = tuple(size / finer for size in held for _ in range(finer))
-        return Problem(place, own, limits.capacity, holds, limits.split)
+        caps = tuple(cap * (1.0 + _ROUNDING) for cap in limits.capacity)  # what is held is a sum, and may come out a bit larger
+        return Problem(place, own, caps, holds, limits.split)
 
     def known(self, stored: tuple[str, Order] | None) -> Found | None:
         """A stored order as a result, if it is one of this search's shapes, within the limits, and its ranks do not block."""

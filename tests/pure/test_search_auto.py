@@ -157,6 +157,21 @@ def test_limits_are_explained():
         auto(4, 4, costs, Limits(capacity=(1.0,) * 4))
 
 
+@pytest.mark.parametrize(
+    ("ranks", "number", "capacity", "sizes", "split"),
+    [
+        (6, 8, 0.6, (0.6, 0.6, 0.3, 0.6, 0.6, 0.6), True),
+        (3, 5, 1.0, (0.3, 1.0, 0.6), True),
+        (4, 8, 1.0, (1.0, 0.3, 0.6, 1.0), False),
+    ],
+)
+def test_a_capacity_that_sums_of_fractions_reach_exactly(ranks, number, capacity, sizes, split):
+    """0.3 + 0.6 - 0.6 is more than 0.3 in floating point, and no order may get stuck for that."""
+    limits = Limits(capacity=(capacity,) * ranks, activation_bytes=sizes, shapes=("bidirectional-v",), split=split)
+    found = auto(ranks, number, Costs.uniform(ranks), limits, seconds=0.001)
+    check(lower(found.order))
+
+
 def test_same_order_for_every_hash_seed():
     program = (
         "from fxchimera.schedule import *\n"
