@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch import nn
 
 import fxchimera
 
-__all__ = ["LAYERS", "Saver", "net"]
+__all__ = ["LAYERS", "Saver", "die_at", "die_in_save", "net", "run"]
 
 LAYERS, WIDTH = 12, 6
 
@@ -99,3 +101,17 @@ def die_in_save(folder: Path) -> None:
     if os.environ["RANK"] == "0":
         os.replace = lambda *_: os._exit(9)
     run.save(folder)
+
+
+def die_at(folder: Path, victim: int, seconds: float) -> None:
+    """One rank is killed some time after the second save has begun, wherever that is then."""
+    run = Saver(2)
+    run.train(1)
+    run.save(folder)
+    run.train(1)
+    if os.environ["RANK"] == str(victim):
+        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+    for _ in range(1000):  # again and again, until the other rank is gone
+        run.save(folder)
