@@ -24,7 +24,7 @@ class CoarseCutWarning(UserWarning):
 
 
 class ScheduleError(FxChimeraError, ValueError):
-    """An order cannot be made, read, lowered or proven; the message names the actions."""
+    """An order cannot be made, read, lowered, proven or drawn; the message names the actions."""
 
 
 class BatchError(FxChimeraError, ValueError):

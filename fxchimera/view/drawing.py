@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fxchimera.errors import ScheduleError
 from fxchimera.schedule.timeline import Timeline
 from fxchimera.view import chrome, svg, text
 
@@ -19,7 +20,7 @@ class Drawing:
         paired: They are two, a prediction and what was measured, and are drawn over each other.
 
     Raises:
-        ValueError: There is no timeline, or a pair is not two.
+        ScheduleError: There is no timeline, or a pair is not two.
     """
 
     timelines: tuple[Timeline, ...]
@@ -27,9 +28,9 @@ class Drawing:
 
     def __post_init__(self) -> None:
         if not self.timelines:
-            raise ValueError("a Drawing needs a timeline")
+            raise ScheduleError("a Drawing needs a timeline, got none; simulate(order, costs) makes one")
         if self.paired and len(self.timelines) != 2:
-            raise ValueError(f"a pair is two timelines, got {len(self.timelines)}")
+            raise ScheduleError(f"a pair is two timelines, got {len(self.timelines)}; give a prediction and what was measured")
 
     def __str__(self) -> str:
         if self.paired:

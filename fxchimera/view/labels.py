@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fxchimera.errors import ScheduleError
 from fxchimera.schedule.action import Action
 from fxchimera.schedule.placement import Placement
 from fxchimera.schedule.timeline import Timeline
@@ -45,11 +46,13 @@ def ratio_text(predicted: Timeline, measured: Timeline) -> str:
     """How a prediction compares with what was measured, in one line.
 
     Raises:
-        ValueError: They have another number of ranks.
+        ScheduleError: They have another number of ranks.
     """
     here, there = predicted.placement.num_ranks, measured.placement.num_ranks
     if here != there:
-        raise ValueError(f"a prediction for {here} ranks cannot be laid over a measurement of {there}")
+        raise ScheduleError(
+            f"a prediction for {here} ranks cannot be laid over a measurement of {there}; give two timelines of one pipeline"
+        )
     ratio = predicted.makespan / measured.makespan if measured.makespan else None
     if comparable(predicted, measured):
         return f"predicted / measured makespan: {'-' if ratio is None else f'{ratio:.3f}'}"

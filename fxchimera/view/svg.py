@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
+from fxchimera.errors import ScheduleError
 from fxchimera.schedule.timeline import Event, Timeline
 from fxchimera.view.labels import comparable, goes_up, label, ratio_text, seconds, summary
 
@@ -42,10 +43,10 @@ def gantt(*timelines: Timeline, width: int = 960) -> str:
         width: Pixels.
 
     Raises:
-        ValueError: No timeline was given.
+        ScheduleError: No timeline was given.
     """
     if not timelines:
-        raise ValueError("gantt needs a timeline to draw")
+        raise ScheduleError("gantt needs a timeline to draw, got none; simulate(order, costs) makes one")
     scale = _scale(timelines, width)
     body: list[str] = []
     top = 0
@@ -70,7 +71,7 @@ def pair(predicted: Timeline, measured: Timeline, *, width: int = 960) -> str:
         width: Pixels.
 
     Raises:
-        ValueError: They have another number of ranks.
+        ScheduleError: They have another number of ranks.
     """
     ratio, ranks = ratio_text(predicted, measured), predicted.placement.num_ranks
     on_axis = (predicted, measured) if comparable(predicted, measured) else (measured,)

@@ -47,7 +47,7 @@ def pair(predicted: Timeline, measured: Timeline, *, width: int = 100) -> str:
     """Draws two runs of one order over each other, two rows a rank, on one time scale if they are comparable.
 
     Raises:
-        ValueError: They have another number of ranks.
+        ScheduleError: They have another number of ranks.
     """
     both = {"predicted": predicted, "measured": measured}
     ratio = ratio_text(predicted, measured)

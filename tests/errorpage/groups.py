@@ -91,7 +91,7 @@ GROUPS = (
         "Schedules and orders",
         "Orders by name are proven before the first step and raise these only for numbers that do not fit. The others meet orders "
         "of your own: the message names the rank, the position in its list and the action that is wrong, or is missing.",
-        ("fxchimera.schedule",),
+        ("fxchimera.schedule", "fxchimera.view"),
     ),
     Group("Elsewhere", "", ("",)),
 )  # fmt: skip
