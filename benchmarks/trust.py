@@ -1,6 +1,6 @@
 """The goals of reliability in figures: parity, proofs, failures and leaks, measured here, each beside its bar.
 
-    python -m benchmarks.trust [--trials 3] [--cycles 100] [--json]
+    python -m benchmarks.trust [--trials 2] [--cycles 100] [--endings 1] [--mutants 7000] [--walks 100] [--junit FILE] [--json]
 
 It needs the tests beside it, whose models, faults and processes it uses.  Times are of this machine as it is: a busy one is slow to
 notice anything.  A row whose figure is above its bar says so.
@@ -16,40 +16,27 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from benchmarks.goal import Row
+from benchmarks.trust_runs import endings, misuse, mutants, repeated, suite, walks
 from fxchimera.schedule import check, lower, make_order
 from tests.cycles import cycles
-from tests.faults import IN_USER_CODE, OF_PROCESSES, faults
+from tests.faults import OF_PROCESSES, faults
 from tests.killing import can_trace
 from tests.local.wrapped import reference, step, wrap
 from tests.models import MODELS
 from tests.parity import Outcome, full_batch
 from tests.process import failing
+from tests.process.culprits import SAID, SECONDS
 from tests.process.pool import Pool
 from tests.torn import Torn, damages
 
 _DEPTHS, _MOST = (2, 4, 6, 8, 16), 64
 _STAGES, _N = 4, 4
-
-
-@dataclass(frozen=True)
-class Row:
-    """One goal: what was measured, how often, the worst figure and its bar, in ``unit``."""
-
-    goal: str
-    what: str
-    count: int
-    worst: float
-    bar: float
-    unit: str
-
-    def __str__(self) -> str:
-        verdict = "met" if self.worst <= self.bar else "MISSED"
-        return f"{self.goal:4} {self.what:68} {self.count:6} {self.worst:10.3g} {self.bar:10.3g} {self.unit:9} {verdict}"
 
 
 def parity() -> Iterator[Row]:
@@ -97,9 +84,8 @@ def proofs() -> Iterator[Row]:
 
 def failures(pool: Pool, trials: int) -> Iterator[Row]:
     """G3: until the last survivor has raised, and how many did not name the culprit."""
-    bars = {**dict.fromkeys(IN_USER_CODE, 2.0), "kill": 3.0, "leave": 3.0, "stop": 10.0}
     wrong, asked, closing = 0, 0, 0.0
-    for kind in (*IN_USER_CODE, *OF_PROCESSES):
+    for kind in SAID:
         slowest = 0.0
         chosen = [faults(kind, _STAGES)[trial % 6] for trial in range(trials)]
         for fault in chosen:
@@ -111,7 +97,7 @@ def failures(pool: Pool, trials: int) -> Iterator[Row]:
                 slowest, closing, asked = max(slowest, seconds), max(closing, close), asked + 1
                 itself = rank == fault.victim and kind in ("interrupted", "exit")  # raises what the user raised
                 wrong += not (itself or text.startswith(f"rank {fault.victim} failed: "))
-        yield Row("G3", f"{kind}: until the last survivor raises", len(chosen), slowest, bars[kind], "s")
+        yield Row("G3", f"{kind}: until the last survivor raises", len(chosen), slowest, SECONDS[kind], "s")
     yield Row("G3", "survivors that do not name the culprit", asked, wrong, 0, "ranks")
     yield Row("G4", "close() after a failure", asked, closing, 5.0, "s")
 
@@ -143,19 +129,39 @@ def saves(kills: int) -> Iterator[Row]:
         torn.close()
 
 
+def _parts(pool: Pool, args: argparse.Namespace) -> Iterator[Iterator[Row]]:
+    parts = {
+        "G1": (repeated(), parity()),
+        "G2": (proofs(), mutants(args.mutants), walks(pool, args.walks)),
+        "G3": (failures(pool, args.trials),),
+        "G4": (endings(args.endings),),
+        "G5": (misuse(pool),),
+        "G6": (leaks(pool, args.cycles),),
+        "G7": (saves(args.kills),),
+        "G9": (suite(args.junit),) if args.junit else (),
+    }
+    for goal, some in parts.items():
+        yield from some if not args.only or goal in args.only.split(",") else ()
+
+
 def main() -> int:
     """Measure, print, and return how many bars were missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=3, help="of each kind of failure")
+    parser.add_argument("--trials", type=int, default=2, help="of each kind of failure")
     parser.add_argument("--cycles", type=int, default=100, help="of making and closing a pipeline")
     parser.add_argument("--kills", type=int, default=200, help="of saves")
+    parser.add_argument("--endings", type=int, default=1, help="of each kind of training that is ended from outside")
+    parser.add_argument("--mutants", type=int, default=7000, help="that fail, of proven orders")
+    parser.add_argument("--walks", type=int, default=100, help="of random orders between processes")
+    parser.add_argument("--junit", type=Path, help="what the default suite has written: nox -s tests -- --junitxml=FILE (G9)")
+    parser.add_argument("--only", default="", help="goals, separated by commas, to be measured alone")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     pool, rows = Pool(_STAGES), []
     try:
-        for part in (parity(), proofs(), failures(pool, args.trials), leaks(pool, args.cycles), saves(args.kills)):
+        for part in _parts(pool, args):
             for row in part:
                 rows.append(row)
                 if not args.json:

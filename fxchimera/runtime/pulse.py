@@ -32,7 +32,7 @@ _SILENT_SECONDS = 60.0  # how long one of another machine may say nothing
 _AWAY_SECONDS = 2.0  # who has not looked for this long may have been stopped, and starts counting anew
 _LAST_WORD_SECONDS = 0.1  # how long the last beat of a process that has ended may be on the way
 # seconds that a process whose launcher is gone has, until it is sent what torchrun sends to end one, and then to make sure
-_FOLLOWING = ((3.5, signal.SIGTERM), (30.0, signal.SIGKILL))
+_FOLLOWING = ((2.5, signal.SIGTERM), (30.0, signal.SIGKILL))
 _BEAT, _LEFT = "beat of {}", "left"
 _EVER = datetime.timedelta(days=1000)
 
