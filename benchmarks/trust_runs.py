@@ -1,4 +1,4 @@
-"""Rows of trust.py from whole runs: training that is repeated, random orders, mutants of orders, mistakes, and ends from outside."""
+"""Rows of trust.py from whole runs: training that is repeated, random orders, mutants, mistakes, and ends from outside."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.goal import Row
-from fxchimera.schedule import lower
+from fxchimera.schedule import bidirectional, lower, one_way
 from tests.ending import KINDS, Ended, end
 from tests.local.wrapped import reference, step, wrap
 from tests.misuse import MISUSE
@@ -106,7 +105,7 @@ def _same(one: _Run, other: _Run) -> bool:
 def mutants(count: int) -> Iterator[Row]:
     """G2b: orders with one fault, refused if and only if an executor that knows nothing of the checker fails on them."""
     chance = random.Random(0)
-    places: list[Any] = [oracle.one_way(4, 5), oracle.bidirectional(2, 4), oracle.bidirectional(4, 6), oracle.bidirectional(6, 6)]
+    places = [one_way(4, 5), bidirectional(2, 4), bidirectional(4, 6), bidirectional(6, 6)]
     faulty = missed = alarms = 0
     while faulty < count:
         place = chance.choice(places)
