@@ -14,7 +14,7 @@ from fxchimera.planner.table import Plan
 from fxchimera.runtime.agreement import Call
 from fxchimera.runtime.attempts import Attempts
 from fxchimera.runtime.engine import Orders
-from fxchimera.runtime.plainrun import Passed
+from fxchimera.runtime.plainrun import Passed, refuse_other_draws
 from fxchimera.runtime.profile import agree_on_rounds, profile_pipeline
 from fxchimera.runtime.results import gather_timeline
 from fxchimera.runtime.trial import run_trial
@@ -67,12 +67,14 @@ class ObservedPipeline(StatefulPipeline):
             kwargs: The batch's keyword arguments.
 
         Raises:
-            FxChimeraError: The call is made under ``no_sync`` or ``torch.no_grad()``, or ``parallelize`` has changed stages.
+            FxChimeraError: The call is made under ``no_sync`` or ``torch.no_grad()``, ``parallelize`` has changed stages, compiled
+                stages draw at random, or rank 0 cannot run the plain model.
             PipelineError: A rank failed.
         """
         with self._trying("verify()"):
             state = self.state_dict()
             job = self._preparation.job(Call.STEP, args, kwargs, target, order=self._orders.step, steps=(self._step,))
+            refuse_other_draws(job)
             trial = run_trial(self._model, self._engine, self._attempts, job, watched=self._owner)
             self._timeline = trial.finished.timeline
             return compare_with_plain(self._engine, self._model, self._names, trial, state, Passed(args, kwargs, target))

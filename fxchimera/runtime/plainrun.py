@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxchimera.errors import FxChimeraError
 from fxchimera.runtime.feed import batch_on
 from fxchimera.runtime.gradients import GradientSum
 from fxchimera.runtime.job import Job
@@ -26,7 +27,7 @@ from fxchimera_passes.capture.state import without_cache
 from fxchimera_passes.captured import info
 from fxchimera_passes.structure import flatten
 
-__all__ = ["Passed", "PlainRun", "of_all_pipelines", "on_host", "plain_copy", "run_plain", "whole_batch_loss"]
+__all__ = ["Passed", "PlainRun", "of_all_pipelines", "on_host", "plain_copy", "refuse_other_draws", "run_plain", "whole_batch_loss"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,20 @@ class PlainRun:
     outputs: Mapping[int, list[torch.Tensor]]
     buffers: Mapping[str, torch.Tensor]
     written: frozenset[str]
+
+
+def refuse_other_draws(job: Job) -> None:
+    """Refuse a comparison that would find differences where there is no mistake.
+
+    Raises:
+        FxChimeraError: Stages are compiled and draw at random.
+    """
+    compiled = [program for program in job.programs if program.compiler is not None]
+    if any(info(node).random for program in compiled for node in program.captured.graph.nodes):
+        raise FxChimeraError(
+            "verify() cannot compare compiled stages that draw at random (dropout): torch.compile draws other numbers than the "
+            "plain model. Call pipe.eval() before and pipe.train() afterwards, set the probabilities to 0, or leave compile out"
+        )
 
 
 def run_plain(plain: nn.Module, job: Job, device: torch.device | None) -> PlainRun:

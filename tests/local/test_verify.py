@@ -171,6 +171,18 @@ def test_a_plain_run_that_fails_is_an_error(sound: Pipeline, monkeypatch: pytest
     assert sound.verify(x, mask, target=y)
 
 
+@pytest.mark.matrix
+def test_compiled_stages_are_compared_where_they_draw_nothing() -> None:
+    example = MODELS["mlp"](batch=6, dropout=0.1)
+    with wrap(example, 2, 3, compile=True) as pipe:
+        with pytest.raises(FxChimeraError, match="cannot compare compiled stages that draw at random"):
+            pipe.verify(*example.args, target=example.target)
+        pipe.eval()
+        result = pipe.verify(*example.args, target=example.target)
+        assert result.ok, str(result)
+        assert (result.fork, result.first_bad_stage) == (None, None)
+
+
 def test_what_a_plain_run_cannot_tell_is_said() -> None:
     example = MODELS["resnet"](batch=6)
     with wrap(example, 2, 3, batch_norm="deferred") as pipe:
