@@ -3,7 +3,7 @@
     compute       ... the last gradient of a bucket --- event                        wait --- the sums
     sums                                             `-- wait  parts out and in, add, sums out and in --- event
 
-See :class:`~fxchimera.runtime.circle.Circle` for the two rounds: a value is summed once, by one member, 0's part first, so all
+See ``Circle`` in ``circle.py`` for the two rounds: a value is summed once, by one member, 0's part first, so all
 members end with the same bits, and they are those that the host would compute.
 """
 

@@ -98,8 +98,10 @@ GROUPS = (
 
 
 def group_of(site: Site) -> Group:
-    """The chapter of a site."""
-    return next(group for group in GROUPS if any(_within(site.module, prefix) for prefix in group.modules))
+    """The chapter of a site; of a module of the runtime the name counts, not the package that it is in."""
+    first, last = site.module.rpartition(".")[::2]
+    module = _R + last if first.startswith(_R.rstrip(".")) else site.module
+    return next(group for group in GROUPS if any(_within(module, prefix) for prefix in group.modules))
 
 
 def _within(module: str, prefix: str) -> bool:

@@ -82,7 +82,13 @@ def test_a_save_replaces_the_one_before(tmp_path):
     one.pipe.close()
 
 
-@pytest.mark.parametrize("moment", ["fxchimera.runtime.savedindex.os.replace", "fxchimera.runtime.savedfiles.save_file"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "fxchimera.runtime.savedindex.os.replace",
+        "fxchimera.runtime.savedfiles.save_file",
+    ],
+)
 def test_a_save_that_fails_leaves_the_one_before(tmp_path, monkeypatch, moment):
     one = Saver(2)
     one.train(1)
