@@ -51,7 +51,7 @@ BUGS = (
     Bug("mirrors are not refreshed", f"{_RUNTIME}/exchange.py",
         "replica.parameters[name].data = value  # the owner's own memory, or what the message came in", "pass",
         "tests/process/test_processes.py"),
-    Bug("earlier gradients are replaced", f"{_RUNTIME}/gradients.py", 
+    Bug("earlier gradients are replaced", f"{_RUNTIME}/gradients.py",
         "        earlier.add_(total)", "        earlier.copy_(total)", "tests/local/test_api_cases.py tests/local/test_parity.py"),
     Bug("masks do not depend on the micro-batch", "passes/fxchimera_passes/keyed.py",
         'text = f"{seed}/{step}/{microbatch}/', 'text = f"{seed}/{step}/0/',
