@@ -9,6 +9,7 @@ members end with the same bits, and they are those that the host would compute.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -74,7 +75,8 @@ class GroupCircle:
 
     def close(self) -> None:
         """Leave the group; may be called once."""
-        destroy(self._group)
+        with contextlib.suppress(RuntimeError):  # from an aborted one
+            destroy(self._group)
 
     def _swap(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
         """Send ``outgoing[i]`` to member i and receive ``incoming[i]`` from it, for all others, in one batch."""

@@ -84,7 +84,8 @@ class Links:
         """Close the connections; may be called more than once."""
         links, self._links = self._links, {}
         for link in links.values():
-            destroy(link.group)
+            with contextlib.suppress(RuntimeError):  # from an aborted one
+                destroy(link.group)
 
     def _open(self, channels: Sequence[Channel]) -> None:
         world, grid, device = self._world, self._world.grid, self._device
