@@ -112,11 +112,18 @@ class SharedFailure(Failure):
         self._stopped.set()
         self._pulse.stop(None if self.cause is None else _POLL_SECONDS)
         self.place.remove()
+        # after a failure the store may be frozen, with the watcher in it, and with a report of this process that keeps others out
+        patience = GRACE_SECONDS if self.cause is None else _POLL_SECONDS
         if self._watcher.is_alive() and not self._lost.is_set():
-            with contextlib.suppress(Exception):  # without the store the watcher has ended
-                self.store.set(_NEWS.format(self._rank), "")
-        # after a failure the store may be frozen, and the watcher in it
-        self._watcher.join(timeout=GRACE_SECONDS if self.cause is None else _POLL_SECONDS)
+            waking = threading.Thread(target=self._wake, name="fxchimera-wake", daemon=True)
+            waking.start()
+            waking.join(timeout=patience)
+        self._watcher.join(timeout=patience)
+
+    def _wake(self) -> None:
+        """End the watcher's wait."""
+        with contextlib.suppress(Exception):  # without the store the watcher has ended
+            self.store.set(_NEWS.format(self._rank), "")
 
     def _watch(self) -> None:
         try:
