@@ -21,7 +21,9 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.matrix)
 
 
-@pytest.mark.parametrize(("schedule", "zero"), [("chimera", False), slow("1f1b", True), slow("zbv", False), slow("chimera", True)])
+@pytest.mark.parametrize(
+    ("schedule", "zero"), [slow("chimera", False), slow("1f1b", True), slow("zbv", False), slow("chimera", True)]
+)
 def test_training_goes_on_from_a_checkpoint(processes: Pool, tmp_path: Path, schedule: str, zero: bool) -> None:
     """Dropout, batch norm and tied weights; the first pipeline's ranks write."""
     answers = processes.run(4, wide_state.go_on, str(tmp_path / "c"), schedule, zero)
