@@ -95,7 +95,7 @@ def test_it_leaves_no_trace() -> None:
 
 
 def test_the_text_stays_short_and_the_table_has_everything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    example = MODELS["vit"](batch=6)
+    example = MODELS["nn_transformer"](batch=6)
     with wrap(example, 2, 3) as pipe:
         fine = pipe.verify(*example.args, target=example.target, **example.kwargs)
         misled.gradient(lambda owned: [p.grad.mul_(1.5) for p in owned.values() if p.grad is not None])(monkeypatch, pipe)
