@@ -25,7 +25,7 @@ def cells() -> list[Any]:
     for number, kind in enumerate(KINDS):
         for stages in (2, 4):
             for place, fault in enumerate(faults(kind, stages)):
-                default = place == number % 6 and stages == 2 + 2 * (number % 2)
+                default = place == number % 6 and stages == 2 + 2 * (number % 2) and kind not in STUCK  # see below
                 marks = () if default else pytest.mark.torture
                 schedule = "chimera" if place % 2 else "zb-h1"
                 found.append(pytest.param(fault, stages, schedule, marks=marks, id=f"{kind}-{stages}-{place}"))
@@ -57,7 +57,6 @@ def test_the_caller_is_told_what_failed_and_where(
         if stuck:
             waited = rf"has waited {WAIT_SECONDS:g} s for it; it is at: stage \d \((down|up)\), micro-batch \d"
             wanted = f"rank {fault.victim} failed: .* {waited}"
-            assert any(f"The thread of rank {fault.victim} has not returned from stage" in note for note in caught.value.__notes__)
         else:
             place = r"stage \d \((down|up)\), micro-batch \d, action \d[FBIW]\d"
             wanted = rf"rank {fault.victim} failed: {place}: {re.escape(IN_USER_CODE[fault.kind])}"
@@ -66,6 +65,28 @@ def test_the_caller_is_told_what_failed_and_where(
         with pytest.raises(PipelineError, match=wanted):
             step(pipe, example)
     assert rest(threads, STUCK_SECONDS + 5.0 if stuck else 0.0) == 0
+
+
+def test_a_thread_that_never_returns_is_named_and_left_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "_LEAVE_SECONDS", 0.3)
+    example, _ = plant(Fault("forward", 1, 1), in_thread_of(1))
+    threads, stuck, release = threading.active_count(), [False], threading.Event()
+    on_victim = in_thread_of(1)
+    for layer in example.model.children():
+        layer.register_forward_pre_hook(lambda *_: release.wait(60.0) if stuck[0] and on_victim() else None)
+    with wrap(example, 2, 4, "1f1b", wait_seconds=WAIT_SECONDS) as pipe:
+        step(pipe, example)
+        stuck[0] = True
+        place = r"stage 1 \(down\), micro-batch 0, action 1F0"
+        wanted = rf"rank 1 failed: rank 0, .* has waited {WAIT_SECONDS:g} s for it; it is at: {place}"
+        with pytest.raises(PipelineError, match=wanted) as caught:
+            step(pipe, example)
+        note = "The thread of rank 1 has not returned from stage 1 (down), micro-batch 0, action 1F0; it may still write gradients."
+        assert note in caught.value.__notes__
+        with pytest.raises(PipelineError, match=wanted):
+            step(pipe, example)
+        release.set()
+    assert rest(threads, 5.0) == 0
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
