@@ -93,7 +93,14 @@ def _started(command: list[str], folder: Path, mark: str) -> Iterator[subprocess
     environment.pop("FXCHIMERA_REPORTS", None)
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(
-            command, cwd=_ROOT, env=environment, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
+            command,
+            cwd=_ROOT,
+            env=environment,
+            stdout=output,
+            stderr=output,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_heed,
         )
         try:
             yield process
@@ -101,6 +108,11 @@ def _started(command: list[str], folder: Path, mark: str) -> Iterator[subprocess
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+
+def _heed() -> None:
+    """What a shell starts in the background ignores Ctrl-C, and so would all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _wait_for_ranks(count: int, folder: Path, process: subprocess.Popen[bytes]) -> None:
