@@ -98,6 +98,13 @@ class Pulse:
         self._thread = threading.Thread(target=self._run, name="fxchimera-pulse", daemon=True)
         self._thread.start()
 
+    def meet(self) -> None:
+        """Hear all others for the first time, who have all joined: of one that is killed soon, its words are at hand then."""
+        beats = self._store.multi_get([_BEAT.format(process) for process in range(self._size)])
+        for process, beat in enumerate(map(bytes.decode, beats)):
+            if process not in self._heard:
+                self._heard[process] = _Heard(beat, time.monotonic())
+
     def look(self) -> None:
         """Report process 0 if it has not answered; called again and again by whoever waits for a message."""
         now = time.monotonic()

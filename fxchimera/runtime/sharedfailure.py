@@ -20,7 +20,7 @@ from fxchimera.runtime.patience import Awaited
 from fxchimera.runtime.place import Place
 from fxchimera.runtime.pulse import Pulse
 
-__all__ = ["GRACE_SECONDS", "SharedFailure", "make_store", "resolve_cause"]
+__all__ = ["GRACE_SECONDS", "SharedFailure", "make_store", "raise_cause", "resolve_cause"]
 
 GRACE_SECONDS = 2.0  # how long a broken connection waits for the cause behind it
 _POLL_SECONDS = 0.1
@@ -78,6 +78,10 @@ class SharedFailure(Failure):
 
     def _note(self, process: int, text: str) -> None:
         super().report(self.cause_in(process, text))
+
+    def meet(self) -> None:
+        """Called when all processes have joined."""
+        self._pulse.meet()
 
     def look(self) -> None:
         """Notice when rank 0 does not answer."""
@@ -159,6 +163,18 @@ def resolve_cause(failure: Failure, cause: Cause) -> Cause:
             return failure.report(failure.cause_in(cause.rank, fate))
         time.sleep(_POLL_SECONDS)
     return failure.cause or failure.report(cause)
+
+
+def raise_cause(failure: Failure) -> None:
+    """Raise another rank's failure, if one is known or becomes known within the grace time.
+
+    Raises:
+        PipelineError: There is one.
+    """
+    deadline = time.monotonic() + GRACE_SECONDS
+    while failure.cause is None and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    failure.check()
 
 
 def make_store(group: dist.ProcessGroup) -> TCPStore:

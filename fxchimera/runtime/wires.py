@@ -20,7 +20,7 @@ from contextlib import ExitStack, suppress
 from fxchimera.errors import FxChimeraError
 from fxchimera.runtime.addresses import INTERFACES, own_address
 from fxchimera.runtime.failure import NAP_SECONDS
-from fxchimera.runtime.sharedfailure import SharedFailure
+from fxchimera.runtime.sharedfailure import SharedFailure, raise_cause
 from fxchimera.runtime.transport import Channel
 
 __all__ = ["open_wires", "read", "write"]
@@ -119,6 +119,7 @@ def _dial(failure: SharedFailure, key: str, channel: Channel, number: int, deadl
         wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         wire.sendall(_HELLO.pack(bytes.fromhex(token), number))
     except OSError as error:
+        raise_cause(failure)  # it may have failed meanwhile, and listens no more
         raise FxChimeraError(
             f"rank {channel[0]} cannot connect to rank {channel[1]} at {host} port {port}: {error}; a firewall between "
             f"the machines, or the wrong interface ({INTERFACES} names another)"

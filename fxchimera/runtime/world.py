@@ -123,6 +123,8 @@ class DistributedWorld:
         self._waiting = f"rank {self.process}, in an exchange among all ranks,"
         self._thread: threading.Thread | None = self._calls
         self._calls.start()
+        self._announce("pipeline()")  # all are here
+        self._shared.meet()
 
     def gather(self, value: torch.Tensor, what: str) -> list[torch.Tensor]:
         """All-gather one tensor: in the packets, or over gloo."""

@@ -79,11 +79,12 @@ def test_a_price_below_nothing() -> None:
         Measures(split_price=-1.0)
 
 
-def test_a_port_where_nobody_listens() -> None:
+def test_a_port_where_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxchimera.runtime.sharedfailure.GRACE_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     store = SimpleNamespace(check=lambda keys: True, get=lambda key: f"127.0.0.1 {port} 00".encode())
-    failure: Any = SimpleNamespace(store=store, limits=SimpleNamespace(wait_seconds=1.0))
+    failure: Any = SimpleNamespace(store=store, limits=SimpleNamespace(wait_seconds=1.0), cause=None, check=lambda: None)
     with pytest.raises(FxChimeraError, match=rf"rank 0 cannot connect to rank 1 at 127\.0\.0\.1 port {port}: .*a firewall"):
         _dial(failure, "key", (0, 1, "down-F"), 0, math.inf)
 

@@ -193,6 +193,21 @@ def test_a_rank_that_never_comes_is_named() -> None:
     failure.stop()
 
 
+def test_a_rank_that_failed_before_it_was_reached_is_not_blamed_on_a_firewall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its listening ended with it; what it had to say comes a moment later."""
+    monkeypatch.setattr(sharedfailure, "GRACE_SECONDS", 20.0)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    failure = SharedFailure(Limits(20.0), store, Grid(((0, 1),), 0))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        store.set("transports of pipeline 0/1/1", f"127.0.0.1 {server.getsockname()[1]} 00")
+    timer = threading.Timer(0.3, failure.report, [Cause(1, "no such layer")])
+    timer.start()
+    with pytest.raises(PipelineError, match="rank 1 failed: no such layer"):
+        DistributedTransport(0, [DOWN], failure)
+    timer.join()
+    failure.stop()
+
+
 def test_an_interface_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with ranks() as (_, (source, _)):
