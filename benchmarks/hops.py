@@ -14,14 +14,14 @@ import time
 
 import torch
 
-from fxchimera.runtime.carriers import choose_backend, process_transport
-from fxchimera.runtime.devices import choose_devices
-from fxchimera.runtime.failure import Limits
-from fxchimera.runtime.lanes import Lane, Lanes
-from fxchimera.runtime.layout import Layout
+from fxchimera.runtime.devices.devices import choose_devices
+from fxchimera.runtime.devices.lanes import Lane, Lanes
+from fxchimera.runtime.failures.failure import Limits
 from fxchimera.runtime.message import Key
+from fxchimera.runtime.messages.carriers import choose_backend, process_transport
+from fxchimera.runtime.processes.layout import Layout
+from fxchimera.runtime.processes.world import World, make_world
 from fxchimera.runtime.transport import Channel, Expected, Transport
-from fxchimera.runtime.world import World, make_world
 from fxchimera_passes.captured import TensorMeta
 
 _BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxchimera.runtime.operators import splittable
+from fxchimera.runtime.stages.operators import splittable
 
 __all__ = ["SleepingStage", "squared_error"]
 

@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxchimera.runtime.deferral import Deferral
-from fxchimera.runtime.observation import Observation
+from fxchimera.runtime.stages.deferral import Deferral
+from fxchimera.runtime.stages.observation import Observation
 
 Figures = dict[str, float]
 

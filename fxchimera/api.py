@@ -19,26 +19,26 @@ from fxchimera.planner.caps import Cap
 from fxchimera.planner.draft import Draft
 from fxchimera.planner.measured import replanned
 from fxchimera.planner.relief import Recompute
-from fxchimera.runtime.batchnorm import BatchNorm, check_batch_norm
-from fxchimera.runtime.carriers import TransportChoice, choose_backend
-from fxchimera.runtime.compiled import compiler_of
-from fxchimera.runtime.devices import DeviceLike, choose_devices
-from fxchimera.runtime.example import common_example
-from fxchimera.runtime.failure import Cause, Limits
-from fxchimera.runtime.initialise import ParamInit
-from fxchimera.runtime.layout import Layout
-from fxchimera.runtime.loss import LossFn, LossWeight, weights_of
-from fxchimera.runtime.losscheck import check_loss, with_named_draws
-from fxchimera.runtime.materialise import Weights, materialise, placed, refuse_meta
+from fxchimera.runtime.batches.example import common_example
+from fxchimera.runtime.batches.loss import LossFn, LossWeight, weights_of
+from fxchimera.runtime.batches.losscheck import check_loss, with_named_draws
+from fxchimera.runtime.checks.profile import profile_cut
+from fxchimera.runtime.checks.reference import Reference, run_reference, true_programs
+from fxchimera.runtime.devices.devices import DeviceLike, choose_devices
+from fxchimera.runtime.failures.failure import Cause, Limits
+from fxchimera.runtime.messages.carriers import TransportChoice, choose_backend
 from fxchimera.runtime.microbatch import ChunkSpecs, divide
-from fxchimera.runtime.nonfinite import NanPolicy, check_policy
-from fxchimera.runtime.parallelize import Parallelize, blocks_of, parallelize_stages, refuse_parallelize
-from fxchimera.runtime.profile import profile_cut
-from fxchimera.runtime.rankplacement import RankPlacement
-from fxchimera.runtime.reference import Reference, run_reference, true_programs
-from fxchimera.runtime.state import owner_process
-from fxchimera.runtime.weightfiles import Checkpoint
-from fxchimera.runtime.world import make_world
+from fxchimera.runtime.processes.layout import Layout
+from fxchimera.runtime.processes.rankplacement import RankPlacement
+from fxchimera.runtime.processes.world import make_world
+from fxchimera.runtime.stages.batchnorm import BatchNorm, check_batch_norm
+from fxchimera.runtime.stages.compiled import compiler_of
+from fxchimera.runtime.steps.nonfinite import NanPolicy, check_policy
+from fxchimera.runtime.weights.initialise import ParamInit
+from fxchimera.runtime.weights.materialise import Weights, materialise, placed, refuse_meta
+from fxchimera.runtime.weights.parallelize import Parallelize, blocks_of, parallelize_stages, refuse_parallelize
+from fxchimera.runtime.weights.state import owner_process
+from fxchimera.runtime.weights.weightfiles import Checkpoint
 
 __all__ = ["Pipeline", "pipeline", "reference"]
 

@@ -25,11 +25,11 @@ from torch.distributed.pipelining.stage import PipelineStage
 from fxchimera.errors import FxChimeraError, PartitionError
 from fxchimera.planner.draft import Auto, draft
 from fxchimera.planner.table import Plan
-from fxchimera.runtime.loss import LossFn, LossWeight, loss_of, weights_of
+from fxchimera.runtime.batches.loss import LossFn, LossWeight, loss_of, weights_of
+from fxchimera.runtime.interop.pippy import TorchStage, any_order, chunk_spec, example_tensors, refuse_other
+from fxchimera.runtime.interop.torch_pipe import stages_of, whole_model
 from fxchimera.runtime.microbatch import Batch, ChunkSpecs, MicroBatch, dimensions, divide
-from fxchimera.runtime.pippy import TorchStage, any_order, chunk_spec, example_tensors, refuse_other
-from fxchimera.runtime.program import Program
-from fxchimera.runtime.torch_pipe import stages_of, whole_model
+from fxchimera.runtime.stages.program import Program
 from fxchimera.schedule.families import make_order
 from fxchimera.schedule.files import one_way_only
 from fxchimera.schedule.order import Order

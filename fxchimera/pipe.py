@@ -13,25 +13,25 @@ from torch import nn
 from fxchimera.errors import FxChimeraError, PipelineError
 from fxchimera.pipelook import ObservedPipeline
 from fxchimera.planner.table import Plan
-from fxchimera.runtime.agreement import Call, agree
-from fxchimera.runtime.attempts import Attempts
-from fxchimera.runtime.batchnorm import BatchNorm
-from fxchimera.runtime.dataparallel import DataParallel
-from fxchimera.runtime.engine import Engine, Orders
-from fxchimera.runtime.failure import Cause
-from fxchimera.runtime.homes import Homes
-from fxchimera.runtime.loss import LossFn, LossWeight
+from fxchimera.runtime.batches.homes import Homes
+from fxchimera.runtime.batches.loss import LossFn, LossWeight
+from fxchimera.runtime.batches.warmup import in_mode
+from fxchimera.runtime.failures.failure import Cause
+from fxchimera.runtime.failures.report import write_report
+from fxchimera.runtime.failures.tracebacks import shorten
 from fxchimera.runtime.microbatch import ChunkSpecs, merge
-from fxchimera.runtime.nonfinite import NanPolicy
-from fxchimera.runtime.norms import clip_gradients
-from fxchimera.runtime.preparation import Preparation
-from fxchimera.runtime.program import Program, Programs
-from fxchimera.runtime.report import write_report
-from fxchimera.runtime.results import gather_losses, gather_outputs
-from fxchimera.runtime.state import owner_process
-from fxchimera.runtime.tracebacks import shorten
-from fxchimera.runtime.warmup import in_mode
-from fxchimera.runtime.world import World
+from fxchimera.runtime.processes.agreement import Call, agree
+from fxchimera.runtime.processes.dataparallel import DataParallel
+from fxchimera.runtime.processes.world import World
+from fxchimera.runtime.stages.batchnorm import BatchNorm
+from fxchimera.runtime.stages.program import Program, Programs
+from fxchimera.runtime.steps.attempts import Attempts
+from fxchimera.runtime.steps.engine import Engine, Orders
+from fxchimera.runtime.steps.nonfinite import NanPolicy
+from fxchimera.runtime.steps.norms import clip_gradients
+from fxchimera.runtime.steps.preparation import Preparation
+from fxchimera.runtime.steps.results import gather_losses, gather_outputs
+from fxchimera.runtime.weights.state import owner_process
 from fxchimera.schedule.order import Order
 from fxchimera.schedule.timeline import Timeline
 

@@ -11,15 +11,15 @@ from fxchimera.pipestate import StatefulPipeline
 from fxchimera.planner.measured import measured_plan
 from fxchimera.planner.profile import Profile
 from fxchimera.planner.table import Plan
-from fxchimera.runtime.agreement import Call
-from fxchimera.runtime.attempts import Attempts
-from fxchimera.runtime.engine import Orders
-from fxchimera.runtime.plainrun import Passed, refuse_other_draws
-from fxchimera.runtime.profile import agree_on_rounds, profile_pipeline
-from fxchimera.runtime.results import gather_timeline
-from fxchimera.runtime.trial import run_trial
-from fxchimera.runtime.verdict import Verification
-from fxchimera.runtime.verify import compare_with_plain
+from fxchimera.runtime.checks.plainrun import Passed, refuse_other_draws
+from fxchimera.runtime.checks.profile import agree_on_rounds, profile_pipeline
+from fxchimera.runtime.checks.verdict import Verification
+from fxchimera.runtime.checks.verify import compare_with_plain
+from fxchimera.runtime.processes.agreement import Call
+from fxchimera.runtime.steps.attempts import Attempts
+from fxchimera.runtime.steps.engine import Orders
+from fxchimera.runtime.steps.results import gather_timeline
+from fxchimera.runtime.steps.trial import run_trial
 from fxchimera.schedule.profile import Costs
 from fxchimera.schedule.simulate import simulate
 from fxchimera.schedule.timeline import Timeline

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from fxchimera.errors import FxChimeraError
-from fxchimera.runtime.engine import Engine
-from fxchimera.runtime.jsonvalues import from_json
-from fxchimera.runtime.preparation import Preparation
-from fxchimera.runtime.saving import Held, load, save
-from fxchimera.runtime.state import gather_state, load_state, owned_state
-from fxchimera.runtime.world import World
+from fxchimera.runtime.processes.world import World
+from fxchimera.runtime.steps.engine import Engine
+from fxchimera.runtime.steps.preparation import Preparation
+from fxchimera.runtime.weights.jsonvalues import from_json
+from fxchimera.runtime.weights.saving import Held, load, save
+from fxchimera.runtime.weights.state import gather_state, load_state, owned_state
 
 __all__ = ["StatefulPipeline"]
 

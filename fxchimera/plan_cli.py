@@ -77,7 +77,7 @@ def _order(schedule: str, stages: int, microbatches: int) -> Order | Auto:
     if schedule.lower() != "auto":
         return make_order(schedule, stages, microbatches)
     from fxchimera.planner.draft import Auto
-    from fxchimera.runtime.copies import allows_two_copies
+    from fxchimera.runtime.batches.copies import allows_two_copies
 
     return Auto(stages, microbatches, lambda captured: allows_two_copies(captured, microbatches))
 

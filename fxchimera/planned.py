@@ -13,13 +13,13 @@ from fxchimera.planner.draft import Auto, Draft, draft
 from fxchimera.planner.idle import idle
 from fxchimera.planner.relief import Recompute
 from fxchimera.planner.table import Plan
-from fxchimera.runtime.compiled import Compiler, warn_compiled
-from fxchimera.runtime.copies import allows_two_copies
-from fxchimera.runtime.feed import all_on
-from fxchimera.runtime.materialise import named_attributes
+from fxchimera.runtime.batches.copies import allows_two_copies
 from fxchimera.runtime.microbatch import Batch
-from fxchimera.runtime.program import Programs
-from fxchimera.runtime.world import World
+from fxchimera.runtime.processes.world import World
+from fxchimera.runtime.stages.compiled import Compiler, warn_compiled
+from fxchimera.runtime.stages.program import Programs
+from fxchimera.runtime.steps.feed import all_on
+from fxchimera.runtime.weights.materialise import named_attributes
 from fxchimera.schedule.families import make_order
 from fxchimera.schedule.order import Order
 from fxchimera_passes.points import Place

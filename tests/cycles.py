@@ -15,8 +15,8 @@ from unittest.mock import patch
 
 import torch.nn.functional as F
 
-from fxchimera.runtime.pulse import Pulse
-from fxchimera.runtime.sharedfailure import SharedFailure
+from fxchimera.runtime.failures.pulse import Pulse
+from fxchimera.runtime.failures.sharedfailure import SharedFailure
 from tests.local.toys import WIDTH, chain, data, seeded
 from tests.local.wrapped import step, wrap
 from tests.models import Example

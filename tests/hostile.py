@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fxchimera.runtime.savedindex import INDEX, _digest_of_index, _text
+from fxchimera.runtime.weights.savedindex import INDEX, _digest_of_index, _text
 
 __all__ = ["Trap", "hostile_folders"]
 

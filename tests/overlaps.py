@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxchimera.runtime.distributed import DistributedTransport
+from fxchimera.runtime.messages.distributed import DistributedTransport
 from fxchimera.runtime.transport import Channel
 from tests import workers
 from tests.local.acting import around_actions

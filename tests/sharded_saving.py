@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import fxchimera
 from fxchimera import Pipeline
-from fxchimera.runtime import savedfiles
+from fxchimera.runtime.weights import savedfiles
 from tests.sharding import KINDS, ROWS, build, data
 from tests.workers import Caught, caught, rank
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxchimera.runtime import program
+from fxchimera.runtime.stages import program
 from tests.local.toys import WIDTH, Tanh, chain, data, seeded, wrapped
 from tests.workers import owned_gradients, rank
 

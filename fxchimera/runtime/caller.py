@@ -29,7 +29,7 @@ class Caller(threading.Thread):
 
     def run(self) -> None:
         """Make the calls."""
-        record_ranges(False)  # see fxchimera/runtime/groups.py
+        record_ranges(False)  # see fxchimera/runtime/processes/groups.py
         while (item := self.tasks.get()) is not None:
             call, answer = item
             try:

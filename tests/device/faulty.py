@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fxchimera
-from fxchimera.runtime import devices as runtime_devices
+from fxchimera.runtime.devices import devices as runtime_devices
 from tests.device import carrier
 from tests.device.leftout import Faulty
 from tests.device.models import Blocks, batch

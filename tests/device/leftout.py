@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from fxchimera.runtime.streams import TorchAccelerator
+from fxchimera.runtime.devices.streams import TorchAccelerator
 
 __all__ = ["Faulty"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fxchimera
-from fxchimera.runtime.backends import Backends
+from fxchimera.runtime.processes.backends import Backends
 from tests.device import carrier
 from tests.device.models import Blocks, batch
 from tests.device.twin import DEVICES, load

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fxchimera
-from fxchimera.runtime.moving import move_model
+from fxchimera.runtime.weights.moving import move_model
 from tests.device.models import Blocks, Tied, batch
 from tests.device.twin import DEVICES
 from tests.parity import gradients_of

@@ -96,7 +96,7 @@ def test_a_step_reads_the_losses_and_nothing_else_back(schedule, losses):
 )
 def test_a_call_that_is_left_out_is_noticed(place, monkeypatch):
     faulty = Faulty(*place)
-    monkeypatch.setattr("fxchimera.runtime.devices.TorchAccelerator", lambda: faulty)
+    monkeypatch.setattr("fxchimera.runtime.devices.devices.TorchAccelerator", lambda: faulty)
     expected = "without a wait" if place[2] == "wait" else "record_stream was not called"
     with contextlib.suppress(PipelineError, RuntimeError):  # at the first read that is too early
         train(Blocks(2), "chimera", steps=2)

@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from fxchimera.runtime.streams import TorchAccelerator
+from fxchimera.runtime.devices.streams import TorchAccelerator
 
 __all__ = ["Late"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxchimera
-from fxchimera.runtime.moving import move_model
+from fxchimera.runtime.weights.moving import move_model
 from tests.device.models import Blocks, Tied, batch
 from tests.gpu.burning import Late
 from tests.gpu.where import MIMIC, NEEDED, devices
@@ -79,7 +79,7 @@ def test_two_runs_with_dropout_are_bitwise_equal(schedule):
 def test_late_streams_change_nothing(schedule, seed, monkeypatch):
     expected = outcomes(Blocks(), schedule, steps=2)
     late = Late(0.2, 8 if MIMIC else 4096, seed)
-    monkeypatch.setattr("fxchimera.runtime.devices.TorchAccelerator", lambda: late)
+    monkeypatch.setattr("fxchimera.runtime.devices.devices.TorchAccelerator", lambda: late)
     for one, other in zip(outcomes(Blocks(), schedule, steps=2), expected, strict=True):
         assert torch.equal(one, other)
     assert late.made > 10
@@ -90,7 +90,7 @@ def test_without_waits_late_streams_do_change_something(monkeypatch):
     expected = outcomes(Blocks(), "chimera", steps=2)
     late = Late(0.5, 4096)
     late.deaf = True
-    monkeypatch.setattr("fxchimera.runtime.devices.TorchAccelerator", lambda: late)
+    monkeypatch.setattr("fxchimera.runtime.devices.devices.TorchAccelerator", lambda: late)
     try:
         found = outcomes(Blocks(), "chimera", steps=2)
     except fxchimera.FxChimeraError:  # a loss of what happened to be in memory may be nan

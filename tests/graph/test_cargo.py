@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fxchimera.errors import PipelineError
-from fxchimera.runtime.cargo import Cargo
 from fxchimera.runtime.message import Key
+from fxchimera.runtime.messages.cargo import Cargo
 from fxchimera_passes.captured import TensorMeta
 
 KEY = Key(0, 1, 2)

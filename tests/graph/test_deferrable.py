@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fxchimera.planner.link import Measures
 from fxchimera.planner.measured import calibrated
-from fxchimera.runtime.deferral import Deferral
+from fxchimera.runtime.stages.deferral import Deferral
 from fxchimera.schedule.measurement import StageTimes
 from fxchimera_passes.analytic import analytic
 from fxchimera_passes.capture import capture

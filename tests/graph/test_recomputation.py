@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxchimera.planner.choose import Memory, choose_cut, sizes_of
 from fxchimera.planner.relief import Relief, reliefs
 from fxchimera.planner.table import costs_of
-from fxchimera.runtime.again import again_for
+from fxchimera.runtime.stages.again import again_for
 from fxchimera.schedule import make_order
 from fxchimera_passes.analytic import analytic
 from fxchimera_passes.capture import capture

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxchimera.runtime.observation import Observation
+from fxchimera.runtime.stages.observation import Observation
 from fxchimera_passes.capture import capture
 from fxchimera_passes.splittable import splittable
 from tests.graph.recorded import WIDTH

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fxchimera.runtime import executor
+from fxchimera.runtime.steps import executor
 from fxchimera.schedule.action import Action
 
 __all__ = ["around_actions"]

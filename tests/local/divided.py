@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxchimera.runtime.deferral import Deferral
-from fxchimera.runtime.division import Division
-from fxchimera.runtime.observation import Observation
-from fxchimera.runtime.turns import Turns
+from fxchimera.runtime.stages.deferral import Deferral
+from fxchimera.runtime.stages.division import Division
+from fxchimera.runtime.stages.observation import Observation
+from fxchimera.runtime.stages.turns import Turns
 
 __all__ = ["Divided", "allowed", "assert_same_bits", "divided", "in_parts", "waiting_for_w", "whole"]
 

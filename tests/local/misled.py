@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 import fxchimera
 from fxchimera import Pipeline
-from fxchimera.runtime import attempts, executor
-from fxchimera.runtime.batchnorm import NormLayer
-from fxchimera.runtime.engine import Engine
-from fxchimera.runtime.exchange import Exchange
-from fxchimera.runtime.replica import Replica
+from fxchimera.runtime.stages.batchnorm import NormLayer
+from fxchimera.runtime.stages.replica import Replica
+from fxchimera.runtime.steps import attempts, executor
+from fxchimera.runtime.steps.engine import Engine
+from fxchimera.runtime.steps.exchange import Exchange
 from fxchimera_passes.keyed import microbatch_randomness
 
 __all__ = ["WRONG", "Wrong", "batch", "net", "wrapped"]

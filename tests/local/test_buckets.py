@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from fxchimera.runtime import buckets as module
-from fxchimera.runtime.buckets import Buckets
 from fxchimera.runtime.caller import Answer
+from fxchimera.runtime.steps import buckets as module
+from fxchimera.runtime.steps.buckets import Buckets
 from tests.local.wrapped import wrap
 from tests.models import MODELS
 from tests.parity import full_batch, gradients_of

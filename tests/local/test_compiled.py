@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fxchimera
 from fxchimera import FxChimeraError
-from fxchimera.runtime.compiled import CompiledStage
+from fxchimera.runtime.stages.compiled import CompiledStage
 from fxchimera.schedule.action import Kind
 from tests.local.toys import chain, data, wrapped
 from tests.local.wrapped import step, wrap

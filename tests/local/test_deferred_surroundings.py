@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fxchimera import FxChimeraError
-from fxchimera.runtime.deferral import Deferral
-from fxchimera.runtime.division import Division
-from fxchimera.runtime.observation import Observation
+from fxchimera.runtime.stages.deferral import Deferral
+from fxchimera.runtime.stages.division import Division
+from fxchimera.runtime.stages.observation import Observation
 from tests.local.toys import chain, data, seeded, wrapped
 
 WIDTH = 6

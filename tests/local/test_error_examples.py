@@ -15,7 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fxchimera import BatchError, CaptureError, FxChimeraError, PartitionError, PipelineError
-from fxchimera.runtime import profile, program, saving
+from fxchimera.runtime.checks import profile
+from fxchimera.runtime.stages import program
+from fxchimera.runtime.weights import saving
 from fxchimera_passes import transfer
 from fxchimera_passes.balance import cut, cuts
 from fxchimera_passes.capture.entry import _Job, capture

@@ -16,24 +16,28 @@ from torch.distributed.pipelining import pipeline as torch_pipeline
 
 from fxchimera import BatchError, FxChimeraError, PipelineError
 from fxchimera.planner.link import Measures
-from fxchimera.runtime import carriers, moving, parallelize, pippy, sharded, width
-from fxchimera.runtime.example import common_example
-from fxchimera.runtime.failure import Failure, Limits
+from fxchimera.runtime import sharded
+from fxchimera.runtime.batches.example import common_example
+from fxchimera.runtime.batches.placedloss import _Placed
+from fxchimera.runtime.batches.safety import refuse_unsafe
+from fxchimera.runtime.failures.failure import Failure, Limits
+from fxchimera.runtime.failures.patience import Patience
 from fxchimera.runtime.grid import Grid
-from fxchimera.runtime.grouptransport import GroupTransport
-from fxchimera.runtime.handover import StreamTransport
-from fxchimera.runtime.layout import Layout
-from fxchimera.runtime.local import LocalTransport
+from fxchimera.runtime.interop import pippy
+from fxchimera.runtime.interop.torch_pipe import whole_model
 from fxchimera.runtime.message import Key, check_tensor
+from fxchimera.runtime.messages import carriers
+from fxchimera.runtime.messages.grouptransport import GroupTransport
+from fxchimera.runtime.messages.handover import StreamTransport
+from fxchimera.runtime.messages.local import LocalTransport
 from fxchimera.runtime.microbatch import ChunkSpecs, divide
-from fxchimera.runtime.patience import Patience
-from fxchimera.runtime.placedloss import _Placed
-from fxchimera.runtime.safety import refuse_unsafe
-from fxchimera.runtime.savedindex import Saved, Stored, commit
-from fxchimera.runtime.torch_pipe import whole_model
-from fxchimera.runtime.width import Width
-from fxchimera.runtime.wires import _dial
-from fxchimera.runtime.world import DistributedWorld
+from fxchimera.runtime.processes import width
+from fxchimera.runtime.processes.layout import Layout
+from fxchimera.runtime.processes.width import Width
+from fxchimera.runtime.processes.wires import _dial
+from fxchimera.runtime.processes.world import DistributedWorld
+from fxchimera.runtime.weights import moving, parallelize
+from fxchimera.runtime.weights.savedindex import Saved, Stored, commit
 from fxchimera.schedule import make_order
 from fxchimera_passes.captured import TensorMeta
 from tests.local.toys import chain, data, wrapped
@@ -80,7 +84,7 @@ def test_a_price_below_nothing() -> None:
 
 
 def test_a_port_where_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxchimera.runtime.sharedfailure.GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("fxchimera.runtime.failures.sharedfailure.GRACE_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     store = SimpleNamespace(check=lambda keys: True, get=lambda key: f"127.0.0.1 {port} 00".encode())

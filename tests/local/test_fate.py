@@ -13,12 +13,12 @@ from dataclasses import replace
 
 import pytest
 
-from fxchimera.runtime.fate import Fate, Identity
-from fxchimera.runtime.place import IDLE, Place, Words, label
+from fxchimera.runtime.failures.fate import Fate, Identity
+from fxchimera.runtime.failures.place import IDLE, Place, Words, label
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="the system has no /proc")
 
-_PRINT = "from fxchimera.runtime.fate import Identity; print(Identity.own(), flush=True); import time; time.sleep(60)"
+_PRINT = "from fxchimera.runtime.failures.fate import Identity; print(Identity.own(), flush=True); import time; time.sleep(60)"
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_another_process_under_the_same_number_and_one_of_another_machine() -> N
 
 
 _WRITE = """
-from fxchimera.runtime.place import Place, label
+from fxchimera.runtime.failures.place import Place, label
 place = Place()
 place.write(label("stage 1 (down), micro-batch 2"))
 print(place.path, flush=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fxchimera import PipelineError
-from fxchimera.runtime import crew
+from fxchimera.runtime.devices import crew
 from tests.faults import IN_USER_CODE, STUCK, STUCK_SECONDS, WAIT_SECONDS, Fault, faults, in_thread_of, plant, throw
 from tests.local.wrapped import step, wrap
 from tests.parity import assert_same_tensors, gradients_of

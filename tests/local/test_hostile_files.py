@@ -15,14 +15,14 @@ from torch import nn
 
 import fxchimera
 from fxchimera import FxChimeraError
-from fxchimera.runtime.weightfiles import open_weights
+from fxchimera.runtime.weights.weightfiles import open_weights
 from tests.hostile import Trap, hostile_folders
 from tests.parity import assert_same_tensors
 from tests.saving import Saver
 
 ROOT = Path(__file__).parents[2]
 COUNT = 200
-WIRES = {"fxchimera/runtime/circle.py"}  # what ranks of one job tell each other, over connections of their own
+WIRES = {"fxchimera/runtime/processes/circle.py"}  # what ranks of one job tell each other, over connections of their own
 COMPARED = {"passes/fxchimera_passes/capture/hostdraws.py"}  # dumps, and never loads
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from fxchimera import Pipeline
-from fxchimera.runtime.local import LocalTransport
 from fxchimera.runtime.message import Key
+from fxchimera.runtime.messages.local import LocalTransport
 from fxchimera.runtime.transport import Channel
 from fxchimera.schedule.action import Action, Kind
 from fxchimera.schedule.channel import channel

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fxchimera import FxChimeraError
-from fxchimera.runtime.packets import Packets
+from fxchimera.runtime.processes.packets import Packets
 
 
 def never() -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxchimera
-from fxchimera.runtime.parallelize import blocks_of
+from fxchimera.runtime.weights.parallelize import blocks_of
 from tests import sharding
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fxchimera import PipelineError
-from fxchimera.runtime.failure import Failure, Limits
+from fxchimera.runtime.failures.failure import Failure, Limits
+from fxchimera.runtime.failures.patience import Awaited, Patience
+from fxchimera.runtime.failures.place import label
 from fxchimera.runtime.grid import Grid
-from fxchimera.runtime.patience import Awaited, Patience
-from fxchimera.runtime.place import label
 from tests.faults import Fault, in_thread_of, plant
 from tests.local.wrapped import step, wrap
 

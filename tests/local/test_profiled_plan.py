@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fxchimera import FxChimeraError
 from fxchimera.planner import draft as drafting
-from fxchimera.runtime import probe
+from fxchimera.runtime.steps import probe
 from fxchimera.schedule import simulate
 from tests.local.toys import chain, data, plain, seeded, wrapped
 from tests.local.untouched import untouched

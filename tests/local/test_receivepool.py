@@ -7,7 +7,7 @@ import threading
 import torch
 
 from fxchimera.runtime.message import Key, pack, unpack
-from fxchimera.runtime.receivepool import ReceivePool
+from fxchimera.runtime.messages.receivepool import ReceivePool
 from fxchimera_passes.captured import TensorMeta
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxchimera.runtime.failure import Cause, Failure, Limits
+from fxchimera.runtime.failures.failure import Cause, Failure, Limits
 
 
 def test_released_once_by_the_first_cause() -> None:

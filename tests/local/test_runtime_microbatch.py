@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
 from fxchimera import BatchError
-from fxchimera.runtime.fingerprint import describe_batch, digest
+from fxchimera.runtime.batches.fingerprint import describe_batch, digest
 from fxchimera.runtime.microbatch import ChunkSpecs, divide, merge
 
 FIRST = ChunkSpecs()

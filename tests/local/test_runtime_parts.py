@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from fxchimera import FxChimeraError, PipelineError
-from fxchimera.runtime.batchnorm import Delta, apply_deltas, norm_layers, on_scratch_statistics
-from fxchimera.runtime.clone import clone_modules
-from fxchimera.runtime.entry import Entry
-from fxchimera.runtime.failure import Cause, Failure, Limits
-from fxchimera.runtime.gradients import GradientSum, add_to_grad, take_gradients
+from fxchimera.runtime.failures.failure import Cause, Failure, Limits
+from fxchimera.runtime.stages.batchnorm import Delta, apply_deltas, norm_layers, on_scratch_statistics
+from fxchimera.runtime.stages.clone import clone_modules
+from fxchimera.runtime.stages.entry import Entry
+from fxchimera.runtime.stages.gradients import GradientSum, add_to_grad, take_gradients
 
 # ---------------------------------------------------------------------- gradients
 

@@ -85,8 +85,8 @@ def test_a_save_replaces_the_one_before(tmp_path):
 @pytest.mark.parametrize(
     "moment",
     [
-        "fxchimera.runtime.savedindex.os.replace",
-        "fxchimera.runtime.savedfiles.save_file",
+        "fxchimera.runtime.weights.savedindex.os.replace",
+        "fxchimera.runtime.weights.savedfiles.save_file",
     ],
 )
 def test_a_save_that_fails_leaves_the_one_before(tmp_path, monkeypatch, moment):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxchimera.runtime.gradients import GradientSum, own_gradients
+from fxchimera.runtime.stages.gradients import GradientSum, own_gradients
 from tests.local.toys import WIDTH, data, plain, seeded, wrapped
 from tests.local.wrapped import Outcome
 from tests.parity import assert_close, gradients_of

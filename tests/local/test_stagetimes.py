@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxchimera
-from fxchimera.runtime.operators import splittable
-from fxchimera.runtime.stagetimes import Sample, time_stage
+from fxchimera.runtime.stages.operators import splittable
+from fxchimera.runtime.steps.stagetimes import Sample, time_stage
 from fxchimera.schedule.measurement import StageTimes
 from tests.local.toys import data, seeded, wrapped
 from tests.parity import assert_same_tensors

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxchimera.runtime.turns import Turns
+from fxchimera.runtime.stages.turns import Turns
 
 # in float32 1e8 + 1 is 1e8, so the sum tells its order
 PARTS = (1e8, 1.0, -1e8, 1.0)

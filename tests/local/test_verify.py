@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fxchimera import FxChimeraError, Pipeline
-from fxchimera.runtime import verify
+from fxchimera.runtime.checks import verify
 from tests.local import misled
 from tests.local.untouched import untouched
 from tests.local.wrapped import wrap

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxchimera import BatchError, FxChimeraError, Pipeline
-from fxchimera.runtime import program
+from fxchimera.runtime.stages import program
 from fxchimera_passes.plan import StagePlan
 from tests.local.toys import WIDTH, Tanh, chain, data, plain, seeded, wrapped
 from tests.parity import Outcome, assert_close, gradients_of

@@ -14,12 +14,13 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from fxchimera import FxChimeraError, PipelineError
-from fxchimera.runtime import sharedfailure, wires
-from fxchimera.runtime.distributed import DistributedTransport
-from fxchimera.runtime.failure import Cause, Limits
+from fxchimera.runtime.failures import sharedfailure
+from fxchimera.runtime.failures.failure import Cause, Limits
+from fxchimera.runtime.failures.sharedfailure import SharedFailure
 from fxchimera.runtime.grid import Grid
 from fxchimera.runtime.message import Key
-from fxchimera.runtime.sharedfailure import SharedFailure
+from fxchimera.runtime.messages.distributed import DistributedTransport
+from fxchimera.runtime.processes import wires
 from fxchimera.runtime.transport import Expected
 from fxchimera_passes.captured import TensorMeta
 

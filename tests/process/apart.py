@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fxchimera import PipelineError
-from fxchimera.runtime import pulse
+from fxchimera.runtime.failures import pulse
 from tests.local.toys import WIDTH, chain, data, seeded
 from tests.local.wrapped import wrap
 from tests.models import Example

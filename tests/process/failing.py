@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable
 
-from fxchimera.runtime import pulse
+from fxchimera.runtime.failures import pulse
 from tests import workers
 from tests.faults import STUCK, WAIT_SECONDS, Fault, plant
 from tests.local.wrapped import step, wrap

@@ -14,13 +14,13 @@ import time
 import torch
 
 from fxchimera.errors import PipelineError
-from fxchimera.runtime.carriers import TransportChoice, choose_backend, process_transport
-from fxchimera.runtime.failure import Limits
-from fxchimera.runtime.layout import Layout
+from fxchimera.runtime.failures.failure import Limits
+from fxchimera.runtime.failures.position import Position
 from fxchimera.runtime.message import Key
-from fxchimera.runtime.position import Position
+from fxchimera.runtime.messages.carriers import TransportChoice, choose_backend, process_transport
+from fxchimera.runtime.processes.layout import Layout
+from fxchimera.runtime.processes.world import make_world
 from fxchimera.runtime.transport import Expected, Transport
-from fxchimera.runtime.world import make_world
 from fxchimera.schedule import Placement, bidirectional, lower
 from fxchimera.schedule.action import Action
 from fxchimera.schedule.channel import channel, peer

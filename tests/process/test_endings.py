@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fxchimera.runtime.fate import Fate, Identity
+from fxchimera.runtime.failures.fate import Fate, Identity
 from tests.ending import KINDS, end
 
 pytestmark = pytest.mark.skipif(Identity.own().fate() is Fate.UNKNOWN, reason="the system has no /proc")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fxchimera.runtime.exchange import Exchange
-from fxchimera.runtime.replica import Replica
+from fxchimera.runtime.stages.replica import Replica
+from fxchimera.runtime.steps.exchange import Exchange
 from tests import wide
 from tests.local.wrapped import wrap
 from tests.process.pool import Pool

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from fxchimera import FxChimeraError
-from fxchimera.runtime.layout import Layout
-from fxchimera.runtime.rankplacement import rank_table
+from fxchimera.runtime.processes.layout import Layout
+from fxchimera.runtime.processes.rankplacement import rank_table
 
 Nodes = Sequence[int]
 

@@ -1,0 +1,1 @@
+"""The pipeline beside the plain model, and measured."""

@@ -1,0 +1,1 @@
+"""Where ranks compute: threads, devices, and the streams of accelerators."""

@@ -1,0 +1,1 @@
+"""What only ``torch.distributed.pipelining`` needs."""

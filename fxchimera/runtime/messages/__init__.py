@@ -1,0 +1,1 @@
+"""What carries values from stage to stage: queues between threads, sockets or torch's groups between processes."""
