@@ -168,7 +168,9 @@ def test_without_leave_such_a_root_is_refused() -> None:
 
 
 def test_a_forward_that_fails_stays_an_error() -> None:
-    with pytest.raises(CaptureError, match=r"Two\.forward fails at .*recorded\.py:\d+ on this batch, also when .*RuntimeError"):
+    with pytest.raises(
+        CaptureError, match=r"Two\.forward fails at .*recorded\.py:\d+, in module 'first' \(Linear\) on this .*Error"
+    ):
         capture(build(Two), (torch.randn(3, WIDTH + 1, dtype=torch.float64),), {}, num_stages=2, coarse=True)
 
 
