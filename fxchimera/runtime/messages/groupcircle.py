@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fxchimera.runtime.devices.lanes import Lane
+from fxchimera.runtime.processes.circle import sum_by_parts
 from fxchimera.runtime.processes.groups import destroy
 from fxchimera.runtime.processes.world import DistributedWorld
 from fxchimera_passes._torch import record_ranges
@@ -43,15 +44,7 @@ class GroupCircle:
 
     def sum(self, buffer: torch.Tensor) -> None:
         """Replace a flat buffer, whose length is a multiple of the number of members, by the sum over all members."""
-        own, parts = self._index, list(buffer.view(self._size, -1))
-        received = list(torch.empty_like(buffer).view(self._size, -1))
-        self._swap(parts, received)
-        received[own].copy_(parts[own])
-        total = received[0]
-        for part in received[1:]:
-            total.add_(part)
-        parts[own].copy_(total)
-        self._swap([total] * self._size, parts)
+        sum_by_parts(buffer, self._index, self._size, self._swap)
 
     def begin_sum(self, buffer: torch.Tensor) -> torch.Event:
         """Queue :meth:`sum` of a buffer on a device behind what the rank has computed; returns the event after which it is made."""

@@ -12,14 +12,16 @@ plain loop over the members' buffers gives them, too.  As many bytes travel as i
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from fxchimera.runtime.processes.groups import Group
 
-__all__ = ["Circle"]
+__all__ = ["Circle", "sum_by_parts"]
+
+Swap = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 
 
 class Circle:
@@ -32,15 +34,7 @@ class Circle:
 
     def sum(self, buffer: torch.Tensor) -> None:
         """Replace a flat CPU buffer, whose length is a multiple of the number of members, by the sum over all members."""
-        own, parts = self.index, list(buffer.view(self.size, -1))
-        received = list(torch.empty_like(buffer).view(self.size, -1))
-        self._swap(parts, received)
-        received[own].copy_(parts[own])
-        total = received[0]
-        for part in received[1:]:
-            total.add_(part)
-        parts[own].copy_(total)
-        self._swap([total] * self.size, parts)
+        sum_by_parts(buffer, self.index, self.size, self._swap)
 
     def gather(self, value: Any) -> list[Any]:
         """Return every member's object (pickled on the way), by member."""
@@ -81,3 +75,18 @@ class Circle:
 
 def _pickled(value: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def sum_by_parts(buffer: torch.Tensor, own: int, size: int, swap: Swap) -> None:
+    """Sum a flat buffer over ``size`` members in two rounds: each adds up one part, 0's first, and gives it to all others.
+
+    ``swap(outgoing, incoming)`` sends ``outgoing[i]`` to member i and receives ``incoming[i]`` from it, but for ``own``.
+    """
+    parts, received = list(buffer.view(size, -1)), list(torch.empty_like(buffer).view(size, -1))
+    swap(parts, received)
+    received[own].copy_(parts[own])
+    total = received[0]
+    for part in received[1:]:
+        total.add_(part)
+    parts[own].copy_(total)
+    swap([total] * size, parts)
