@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def test_a_port_where_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     store = SimpleNamespace(check=lambda keys: True, get=lambda key: f"127.0.0.1 {port} 00".encode())
-    failure: Any = SimpleNamespace(store=store, limits=SimpleNamespace(wait_seconds=1.0), cause=None, check=lambda: None)
+    failure: Any = Mock(store=store, limits=Limits(1.0), cause=None)
     with pytest.raises(FxChimeraError, match=rf"rank 0 cannot connect to rank 1 at 127\.0\.0\.1 port {port}: .*a firewall"):
         _dial(failure, "key", (0, 1, "down-F"), 0, math.inf)
 

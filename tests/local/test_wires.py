@@ -15,7 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from fxchimera import FxChimeraError, PipelineError
 from fxchimera.runtime.failures import sharedfailure
-from fxchimera.runtime.failures.failure import Cause, Limits
+from fxchimera.runtime.failures.failure import Cause, Failure, Limits
 from fxchimera.runtime.failures.sharedfailure import SharedFailure
 from fxchimera.runtime.grid import Grid
 from fxchimera.runtime.message import Key
@@ -207,6 +207,26 @@ def test_a_rank_that_failed_before_it_was_reached_is_not_blamed_on_a_firewall(mo
         DistributedTransport(0, [DOWN], failure)
     timer.join()
     failure.stop()
+
+
+class Watching(Failure):
+    """Notices at the third look that process 0 is frozen, as a pulse does."""
+
+    looks = 0
+
+    def look(self) -> None:
+        self.looks += 1
+        if self.looks == 3:
+            self.report(Cause(0, "its process (7) has been stopped for 5 s"))
+
+
+def test_who_closed_because_process_0_is_frozen_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It noticed first, and cannot tell: the store that it would tell by is frozen, too."""
+    monkeypatch.setattr(sharedfailure, "GRACE_SECONDS", 20.0)
+    cause = Cause(1, "the connection on channel (1, 2, 'down-F') broke: the other end has closed it")
+    assert sharedfailure.resolve_cause(Watching(Limits()), cause).rank == 0
+    with pytest.raises(PipelineError, match="rank 0 failed: its process"):
+        sharedfailure.raise_cause(Watching(Limits()))
 
 
 def test_an_interface_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

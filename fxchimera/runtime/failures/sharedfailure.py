@@ -159,6 +159,7 @@ def resolve_cause(failure: Failure, cause: Cause) -> Cause:
     """
     deadline = time.monotonic() + GRACE_SECONDS
     while failure.cause is None and time.monotonic() < deadline:
+        failure.look()  # when process 0 is frozen, the one that has closed its connections may have noticed first
         if (fate := failure.fate_of(cause.rank)) is not None:
             return failure.report(failure.cause_in(cause.rank, fate))
         time.sleep(_POLL_SECONDS)
@@ -173,6 +174,7 @@ def raise_cause(failure: Failure) -> None:
     """
     deadline = time.monotonic() + GRACE_SECONDS
     while failure.cause is None and time.monotonic() < deadline:
+        failure.look()
         time.sleep(_POLL_SECONDS)
     failure.check()
 
