@@ -48,7 +48,7 @@ def test_a_slow_rank_is_waited_for(processes: Pool, kind: str, stages: int, sche
 @pytest.mark.parametrize(
     ("stages", "schedule", "count", "seconds", "scale"),
     [
-        (2, "chimera", 5, 0.3, 0.05),
+        (2, "chimera", 10, 0.3, 0.05),
         pytest.param(4, "chimera", 100, 0.3, 0.05, marks=pytest.mark.torture),
         pytest.param(2, "1f1b", 10, 30.0, 1.0, marks=[pytest.mark.torture, pytest.mark.timeout(600)]),
     ],
