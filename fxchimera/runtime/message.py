@@ -19,7 +19,7 @@ from fxchimera.errors import PipelineError
 from fxchimera.schedule.action import Action, Kind
 from fxchimera_passes.captured import TensorMeta
 
-__all__ = ["Form", "Key", "Parcel", "Payload", "check_tensor", "message_bytes", "pack", "unpack"]
+__all__ = ["Form", "Key", "Parcel", "Payload", "check_tensor"]
 
 Payload = list[torch.Tensor | None]
 
@@ -53,11 +53,6 @@ class Key:
     def __str__(self) -> str:
         what = ("activations", "gradients", "refreshed parameters", "parameter gradients")[self.flow]
         return f"{what} for stage {self.stage}" + (f", micro-batch {self.microbatch}" if self.microbatch >= 0 else "")
-
-
-def message_bytes(metas: Sequence[TensorMeta]) -> int:
-    """Return the size in bytes of the buffer that carries tensors of these shapes and dtypes."""
-    return Form(metas).bytes
 
 
 class Form:
@@ -133,18 +128,6 @@ class Parcel:
             start = place * meta.dtype.itemsize
             return self.buffer[start : start + meta.bytes].view(meta.dtype).view(meta.shape)
         return torch.empty(0, dtype=meta.dtype, device="cpu").set_(self.buffer.untyped_storage(), place, meta.shape, stride)
-
-
-def pack(key: Key, payload: Payload, metas: Sequence[TensorMeta]) -> torch.Tensor:
-    """Copy tensors into one new byte buffer; see :meth:`Parcel.fill`."""
-    parcel = Parcel(metas)
-    parcel.fill(key, payload)
-    return parcel.buffer
-
-
-def unpack(key: Key, buffer: torch.Tensor, metas: Sequence[TensorMeta]) -> Payload:
-    """Return the tensors of a received buffer; see :meth:`Form.unpack`."""
-    return Form(metas).unpack(key, buffer, buffer.numpy().data)
 
 
 def _aligned(count: int) -> int:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxchimera import PipelineError
-from fxchimera.runtime.message import Key, Parcel, message_bytes, pack, unpack
+from fxchimera.runtime.message import Form, Key, Parcel, Payload
 from fxchimera.schedule.action import Action
 from fxchimera_passes.captured import TensorMeta
 
@@ -19,6 +19,16 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
 
 def metas(*tensors: Tensor) -> tuple[TensorMeta, ...]:
     return tuple(TensorMeta.of(tensor) for tensor in tensors)
+
+
+def pack(key: Key, payload: Payload, agreed: tuple[TensorMeta, ...]) -> Tensor:
+    parcel = Parcel(agreed)
+    parcel.fill(key, payload)
+    return parcel.buffer
+
+
+def unpack(key: Key, buffer: Tensor, agreed: tuple[TensorMeta, ...]) -> Payload:
+    return Form(agreed).unpack(key, buffer, buffer.numpy().data)
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -40,7 +50,7 @@ def test_what_is_packed_comes_back(parts: list[tuple[tuple[int, ...], torch.dtyp
         payload.append(tensors[-1] if present else None)
     agreed = metas(*tensors)
     buffer = pack(KEY, payload, agreed)
-    assert buffer.numel() == message_bytes(agreed)
+    assert buffer.numel() == Form(agreed).bytes
     assert buffer.dtype == torch.uint8
     for sent, got in zip(payload, unpack(KEY, buffer, agreed), strict=True):
         if sent is None or got is None:
