@@ -6,9 +6,10 @@ import threading
 
 import torch
 
-from fxchimera.runtime.message import Key, pack, unpack
+from fxchimera.runtime.message import Key
 from fxchimera.runtime.messages.receivepool import ReceivePool
 from fxchimera_passes.captured import TensorMeta
+from tests.local.packed import pack, unpack
 
 
 def take(pool: ReceivePool, size: int) -> torch.Tensor:

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxchimera import PipelineError
-from fxchimera.runtime.message import Form, Key, Parcel, Payload
+from fxchimera.runtime.message import Form, Key, Parcel
 from fxchimera.schedule.action import Action
 from fxchimera_passes.captured import TensorMeta
+from tests.local.packed import pack, unpack
 
 KEY = Key(0, 3, 7)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool, torch.complex64)
@@ -19,16 +20,6 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
 
 def metas(*tensors: Tensor) -> tuple[TensorMeta, ...]:
     return tuple(TensorMeta.of(tensor) for tensor in tensors)
-
-
-def pack(key: Key, payload: Payload, agreed: tuple[TensorMeta, ...]) -> Tensor:
-    parcel = Parcel(agreed)
-    parcel.fill(key, payload)
-    return parcel.buffer
-
-
-def unpack(key: Key, buffer: Tensor, agreed: tuple[TensorMeta, ...]) -> Payload:
-    return Form(agreed).unpack(key, buffer, buffer.numpy().data)
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
