@@ -58,21 +58,46 @@ class Key:
 class Form:
     """Where everything lies in the buffer of a message whose tensors have these ``metas``; the same at both ends."""
 
-    __slots__ = ("bytes", "header", "metas", "places")
+    __slots__ = ("_places", "bytes", "header", "metas")
 
     def __init__(self, metas: Sequence[TensorMeta]) -> None:
         self.metas = tuple(metas)
         self.header = struct.Struct(f"{1 + sum(1 + len(meta.shape) for meta in self.metas)}q")
         word, offset = 1, _aligned(self.header.size)
-        self.places: list[tuple[TensorMeta, int, int, int]] = []  # of each tensor: its words in the header, its place in elements
+        self._places: list[tuple[TensorMeta, int, int, int]] = []  # of each tensor: its words in the header, its place in bytes
         for meta in self.metas:
-            self.places.append((meta, word, word + 1 + len(meta.shape), offset // meta.dtype.itemsize))
+            self._places.append((meta, word, word + 1 + len(meta.shape), offset))
             word += 1 + len(meta.shape)
             offset += _aligned(meta.bytes)
         self.bytes = offset
 
-    def unpack(self, key: Key, buffer: torch.Tensor, words: memoryview) -> Payload:
-        """Return the tensors of a received buffer, given as ``words`` too; they share its memory, but no version counter.
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors in a buffer as they lie there if they are dense in row-major layout; each is one user of its memory."""
+        ends = ((meta, place, place + meta.bytes) for meta, _, _, place in self._places)
+        return [buffer[place:end].view(meta.dtype).view(meta.shape).data for meta, place, end in ends]
+
+    def fill(self, key: Key, payload: Payload, views: Sequence[torch.Tensor], words: memoryview) -> None:
+        """Copy tensors into a buffer, given by its ``views`` and as ``words``, each in its own dense layout (order of dimensions).
+
+        Raises:
+            PipelineError: A tensor has not the shape or dtype that was agreed for this message.
+        """
+        header = [key.word]
+        for tensor, view, (meta, _, _, _) in zip(payload, views, self._places, strict=True):
+            if tensor is None:
+                header += [0] * (1 + len(meta.shape))
+                continue
+            check_tensor(key, tensor, meta)
+            stride = tensor.stride()
+            if stride != view.stride() and not tensor.is_contiguous():
+                stride = torch.empty_like(tensor, device="meta").stride()
+                view = _laid_out(view, stride)
+            view.copy_(tensor.detach() if tensor.requires_grad else tensor)
+            header += (1, *stride)
+        self.header.pack_into(words, 0, *header)
+
+    def unpack(self, key: Key, views: Sequence[torch.Tensor], words: memoryview) -> Payload:
+        """Return the tensors of a received buffer, given as for :meth:`fill`; they share its memory, but no version counter.
 
         Raises:
             PipelineError: The buffer holds another message than the one expected.
@@ -80,12 +105,11 @@ class Form:
         header = self.header.unpack_from(words)
         if header[0] != key.word:
             raise PipelineError(f"expected {key}, but a message with the identity {header[0]:#x} arrived in its place")
-        storage = buffer.untyped_storage()
         payload: Payload = []
-        for meta, word, end, place in self.places:
+        for view, (_, word, end, _) in zip(views, self._places, strict=True):
             if header[word]:
-                empty = torch.empty(0, dtype=meta.dtype, device="cpu")
-                payload.append(empty.set_(storage, place, meta.shape, header[word + 1 : end]))
+                stride = header[word + 1 : end]
+                payload.append((view if stride == view.stride() else _laid_out(view, stride)).data)
             else:
                 payload.append(None)
         return payload
@@ -94,40 +118,23 @@ class Form:
 class Parcel:
     """A byte buffer for messages of one form, which may be filled again when it has been sent."""
 
-    __slots__ = ("_form", "_plain", "buffer", "bytes", "metas")
+    __slots__ = ("_form", "_views", "buffer", "bytes", "metas")
 
     def __init__(self, metas: Sequence[TensorMeta]) -> None:
         self._form = Form(metas)
         self.metas = self._form.metas
         self.buffer = torch.empty(self._form.bytes, dtype=torch.uint8, device="cpu")
         self.bytes = self.buffer.numpy().data  # the same memory, as sockets want it
-        self._plain = [self._view(meta, place, None) for meta, _, _, place in self._form.places]  # in row-major layout
+        self._views = self._form.views(self.buffer)
 
     def fill(self, key: Key, payload: Payload) -> None:
-        """Copy tensors in, each in its own dense memory layout (its own order of dimensions).
+        """Copy tensors in; see :meth:`Form.fill`."""
+        self._form.fill(key, payload, self._views, self.bytes)
 
-        Raises:
-            PipelineError: A tensor has not the shape or dtype that was agreed for this message.
-        """
-        header = [key.word]
-        for tensor, plain, (meta, _, _, place) in zip(payload, self._plain, self._form.places, strict=True):
-            if tensor is None:
-                header += [0] * (1 + len(meta.shape))
-                continue
-            check_tensor(key, tensor, meta)
-            stride = tensor.stride()
-            if not tensor.is_contiguous():
-                stride = torch.empty_like(tensor, device="meta").stride()
-                plain = self._view(meta, place, stride)
-            plain.copy_(tensor.detach() if tensor.requires_grad else tensor)
-            header += [1, *stride]
-        self._form.header.pack_into(self.bytes, 0, *header)
 
-    def _view(self, meta: TensorMeta, place: int, stride: tuple[int, ...] | None) -> torch.Tensor:
-        if stride is None:
-            start = place * meta.dtype.itemsize
-            return self.buffer[start : start + meta.bytes].view(meta.dtype).view(meta.shape)
-        return torch.empty(0, dtype=meta.dtype, device="cpu").set_(self.buffer.untyped_storage(), place, meta.shape, stride)
+def _laid_out(view: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """The memory of ``view`` in another dense layout."""
+    return view.as_strided(view.shape, stride)
 
 
 def _aligned(count: int) -> int:

@@ -95,13 +95,13 @@ def storage_key(tensor: Tensor) -> int | None:
         return None
 
 
-def memory_is_shared(tensor: Tensor) -> bool:
-    """Whether something else, be it a tensor that only autograd holds, looks at the memory of ``tensor``."""
+def memory_is_shared(tensor: Tensor, views: int = 0) -> bool:
+    """Whether something else, be it a tensor that only autograd holds, looks at the memory of ``tensor``, beside known ``views``."""
     try:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return False
-    return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # ``tensor`` and ``storage``
+    return int(torch._C._storage_Use_Count(storage._cdata)) > 2 + views  # ``tensor`` and ``storage``
 
 
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:

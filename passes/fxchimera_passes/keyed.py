@@ -52,23 +52,25 @@ _SWITCHES = ("train", "training")
 class _Named:
     """See :func:`microbatch_randomness`; every action of a schedule enters one."""
 
-    __slots__ = ("_token", "_where")
+    __slots__ = ("_held", "_token", "_where")
 
-    def __init__(self, where: tuple[int, int, int]) -> None:
-        self._where = where
+    def __init__(self, where: tuple[int, int, int], held: bool) -> None:
+        self._where, self._held = where, held
 
     def __enter__(self) -> None:
         self._token = _MICROBATCH.set(self._where)
-        _CHECKPOINTS.hold()
+        if not self._held:
+            _CHECKPOINTS.hold()
 
     def __exit__(self, *_: object) -> None:
-        _CHECKPOINTS.release()
+        if not self._held:
+            _CHECKPOINTS.release()
         _MICROBATCH.reset(self._token)
 
 
-def microbatch_randomness(seed: int, step: int, microbatch: int) -> AbstractContextManager[None]:
-    """Name the micro-batch whose forward runs inside, in this thread."""
-    return _Named((seed, step, microbatch))
+def microbatch_randomness(seed: int, step: int, microbatch: int, *, held: bool = False) -> AbstractContextManager[None]:
+    """Name the micro-batch whose forward runs inside, in this thread; ``held`` is for use inside of :func:`many_microbatches`."""
+    return _Named((seed, step, microbatch), held)
 
 
 @contextmanager

@@ -19,4 +19,5 @@ def pack(key: Key, payload: Payload, agreed: Sequence[TensorMeta]) -> Tensor:
 
 
 def unpack(key: Key, buffer: Tensor, agreed: Sequence[TensorMeta]) -> Payload:
-    return Form(agreed).unpack(key, buffer, buffer.numpy().data)
+    form = Form(agreed)
+    return form.unpack(key, form.views(buffer), buffer.numpy().data)

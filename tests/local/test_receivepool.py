@@ -6,10 +6,10 @@ import threading
 
 import torch
 
-from fxchimera.runtime.message import Key
+from fxchimera.runtime.message import Form, Key
 from fxchimera.runtime.messages.receivepool import ReceivePool
 from fxchimera_passes.captured import TensorMeta
-from tests.local.packed import pack, unpack
+from tests.local.packed import pack
 
 
 def take(pool: ReceivePool, size: int) -> torch.Tensor:
@@ -53,9 +53,8 @@ def test_autograd_keeps_the_buffer_until_the_backward() -> None:
 
     def received() -> torch.Tensor:
         buffer = pool.take(message.numel())
-        buffer.memory.copy_(message)
-        (value,) = unpack(key, buffer.memory, [meta])
-        buffer.taken = False
+        buffer.bytes[:] = message.numpy()
+        (value,) = buffer.unpack(key, Form([meta]))
         assert value is not None
         return (weight * value).sum()
 

@@ -25,7 +25,7 @@ from fxchimera.runtime.failures.failure import NAP_SECONDS, Cause, Failure
 from fxchimera.runtime.failures.sharedfailure import SharedFailure, resolve_cause
 from fxchimera.runtime.message import Key, Parcel, Payload
 from fxchimera.runtime.messages.receivepool import Buffer, ReceivePool
-from fxchimera.runtime.processes.wires import open_wires, read, write
+from fxchimera.runtime.processes.wires import open_wires, read, read_soon, write
 from fxchimera.runtime.transport import Channel, Expected
 from fxchimera_passes.captured import TensorMeta
 
@@ -181,13 +181,13 @@ class _Incoming(_End):
         if expected.key is not key and expected.key != key:
             raise PipelineError(f"{what}: expected {key}, but {expected.key} was announced in its place")
         buffer = self._failure.wait(self._arrived, what, self._awaited) if ahead else self._read_now(expected, what)
-        payload = expected.form.unpack(key, buffer.memory, buffer.bytes)
-        buffer.taken = False
-        return payload
+        return buffer.unpack(key, expected.form)
 
     def serve(self, task: Any) -> None:
         """Read one message ahead."""
-        self._arrived.put(self._read(task, self._stop))
+        buffer = self.pool.take(task.form.bytes)
+        read(self.wire, buffer.bytes, self._stop)
+        self._arrived.put(buffer)
         time.sleep(_STAND_BACK_SECONDS)
 
     def _stop(self) -> None:
@@ -196,15 +196,14 @@ class _Incoming(_End):
             raise _EndedError
 
     def _read_now(self, expected: Expected, what: object) -> Buffer:
+        buffer = self.pool.take(expected.form.bytes)
         try:
-            with self._failure.patience(what, awaited=self._awaited) as between:
-                return self._read(expected, between)
+            if left := read_soon(self.wire, buffer.bytes):
+                with self._failure.patience(what, awaited=self._awaited) as between:
+                    between()
+                    read(self.wire, left, between)
         except OSError as error:
             raise self.broken(error).error() from error
-
-    def _read(self, expected: Expected, between: Callable[[], None]) -> Buffer:
-        buffer = self.pool.take(expected.form.bytes)
-        read(self.wire, buffer.bytes, between)
         return buffer
 
 

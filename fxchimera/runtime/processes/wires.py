@@ -23,9 +23,10 @@ from fxchimera.runtime.failures.failure import NAP_SECONDS
 from fxchimera.runtime.failures.sharedfailure import SharedFailure, raise_cause
 from fxchimera.runtime.transport import Channel
 
-__all__ = ["open_wires", "read", "write"]
+__all__ = ["open_wires", "read", "read_soon", "write"]
 
 _TOKEN_BYTES = 16
+_TIMEVAL = struct.Struct("@ll")  # seconds and microseconds
 _HELLO = struct.Struct(f"!{_TOKEN_BYTES}sI")
 _NAP, _SHORTEST_NAP = 0.5, 0.001  # seconds between looks at whether another rank has failed meanwhile
 _HELLO_SECONDS = 5.0  # how long who has connected may take to say what for
@@ -58,7 +59,7 @@ def open_wires(failure: SharedFailure, name: str, rank: int, channels: Sequence[
                 if number in coming:
                     wires[coming.pop(number)] = wire
         for wire in wires.values():
-            wire.settimeout(NAP_SECONDS)
+            _nap(wire)
         undo.pop_all()
     return wires
 
@@ -72,7 +73,7 @@ def write(wire: socket.socket, data: memoryview, between: Callable[[], None]) ->
     while data:
         try:
             data = data[wire.send(data) :]
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):
             between()
 
 
@@ -83,14 +84,33 @@ def read(wire: socket.socket, room: memoryview, between: Callable[[], None]) -> 
         OSError: The connection broke, or was closed.
     """
     while room:
-        try:
-            count = wire.recv_into(room)
-        except TimeoutError:
+        left = read_soon(wire, room)
+        if len(left) == len(room):
             between()
-            continue
-        if not count:
-            raise ConnectionError("the other end has closed it")
-        room = room[count:]
+        room = left
+
+
+def read_soon(wire: socket.socket, room: memoryview) -> memoryview:
+    """Read what comes first within a nap, and return the room that is left.
+
+    Raises:
+        OSError: The connection broke, or was closed.
+    """
+    try:
+        count = wire.recv_into(room)
+    except BlockingIOError:
+        return room
+    if not count:
+        raise ConnectionError("the other end has closed it")
+    return room[count:]
+
+
+def _nap(wire: socket.socket) -> None:
+    """Have the system end the connection's waits after ``NAP_SECONDS``; Python, by ``settimeout``, would poll before every call."""
+    wire.settimeout(None)
+    seconds = _TIMEVAL.pack(int(NAP_SECONDS), round(NAP_SECONDS % 1 * 1e6))
+    wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
+    wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
 
 
 def _close(wires: Mapping[Channel, socket.socket]) -> None:

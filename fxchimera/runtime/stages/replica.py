@@ -194,7 +194,7 @@ class Replica:
             self._input_part(microbatch, state.parts, roots, seeds)
             if mixed := self._turns.early(microbatch):  # a use that the first micro-batch did not show
                 self._allowed[state.program] -= mixed
-        return state.entry.differentiable_gradients
+        return state.entry.gradients
 
     def weight_part(self, microbatch: int) -> None:
         """Run what the backward of a micro-batch, whose forward knew that it would be split, has left to do."""

@@ -186,7 +186,7 @@ class _Run:
                 # the stage may write into what it received, and the stage before needs it for its backward
                 received = [None if t is None else t.detach().clone(memory_format=torch.preserve_format) for t in received]
         fed, late = self._feed.take(microbatch), self._deferred_norms
-        with self._timed(cue.action), job.randomness(microbatch):
+        with self._timed(cue.action), job.randomness(microbatch, held=True):
             outputs = replica.forward(microbatch, program, received, fed.inputs, deferred_norms=late, split=cue.split)
             if job.watched:
                 self.result.crossings[cue.action.stage, microbatch] = [tensor.detach().clone() for tensor in outputs]
@@ -214,7 +214,7 @@ class _Run:
         assert replica is not None
         received = [] if cue.reads is None else self._take(cue.reads)
         weight = job.weights[microbatch]
-        with self._timed(cue.action), job.randomness(microbatch):
+        with self._timed(cue.action), job.randomness(microbatch, held=True):
             loss = self._losses.pop(microbatch, None) if cue.is_last else None
             if not weight and not (cue.program is not None and cue.program.shells):
                 loss = None  # nothing in it counts; a mean over nothing has nan gradients, and 0 times nan is nan
@@ -227,7 +227,7 @@ class _Run:
     def _weight_part(self, cue: Cue) -> None:
         job, replica = self._job, cue.replica
         assert replica is not None
-        with self._timed(cue.action), job.randomness(cue.microbatch):
+        with self._timed(cue.action), job.randomness(cue.microbatch, held=True):
             replica.weight_part(cue.microbatch)
         if cue.closes:
             self._close(cue)

@@ -55,9 +55,9 @@ class Job:
         """Whether a recording follows answers that may turn out wrong, here or in another pipeline."""
         return self.others_assume or any(program.captured.assumed for program in self.programs)
 
-    def randomness(self, microbatch: int) -> AbstractContextManager[None]:
-        """The keyed randomness of a micro-batch, given its place in the batch."""
-        return microbatch_randomness(self.seed, self.step, self.batch.microbatches[microbatch].number)
+    def randomness(self, microbatch: int, *, held: bool = False) -> AbstractContextManager[None]:
+        """The keyed randomness of a micro-batch, given its place in the batch; ``held`` as in :func:`microbatch_randomness`."""
+        return microbatch_randomness(self.seed, self.step, self.batch.microbatches[microbatch].number, held=held)
 
 
 @dataclass(frozen=True, slots=True)
