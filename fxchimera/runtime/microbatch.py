@@ -62,7 +62,7 @@ class MicroBatch:
     @functools.cached_property
     def form(self) -> tuple[Any, ...]:
         """Shapes and dtypes of all tensors."""
-        return tuple((tensor.shape, str(tensor.dtype), tensor.requires_grad) for tensor in (*self.inputs, *self.targets))
+        return tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in (*self.inputs, *self.targets))
 
     @functools.cached_property
     def _call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -127,7 +127,7 @@ def divide(
     rows = _rows([*leaves, *target_leaves], n_microbatches)
     pieces = [_pieces(leaf, n_microbatches) for leaf in leaves]
     target_pieces = [_pieces(leaf, n_microbatches) for leaf in target_leaves]
-    arguments, microbatches = frozen(structure.spec), []
+    arguments, microbatches = _plain_values(structure), []
     for index in range(n_microbatches):
         inputs, own_targets = tuple(piece[index] for piece in pieces), tuple(piece[index] for piece in target_pieces)
         microbatches.append(
@@ -177,7 +177,12 @@ def device_of(batch: Batch) -> torch.device:
 
 def describe(structure: Structure) -> str:
     """Return a text of the structure's plain values that is the same in every process."""
-    return repr(frozen(structure.spec))
+    return repr(_plain_values(structure))
+
+
+def _plain_values(structure: Structure) -> Hashable:
+    """What of a structure is no tensor, to be compared."""
+    return structure.picture(functools.partial(frozen, seen={}))
 
 
 def _name(prefix: str, index: int, count: int) -> str:
@@ -205,7 +210,7 @@ def _leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any], specs: ChunkSpecs)
     named += [(f"{name}=", value, (specs.kwargs or {}).get(name, 0)) for name, value in kwargs.items()]
     leaves = []
     for name, value, spec in named:
-        tensors = flatten(value)[0]
+        tensors = [value] if isinstance(value, torch.Tensor) else flatten(value)[0]
         leaves += [_leaf(_name(name, i, len(tensors)), tensor, spec) for i, tensor in enumerate(tensors)]
     return leaves
 

@@ -12,7 +12,7 @@ import collections
 import enum
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -78,6 +78,10 @@ class Structure:
         if len(tensors) != self.count:
             raise ValueError(f"the structure holds {self.count} tensors, {len(tensors)} were given")
         return _build(self.spec, tensors, {})
+
+    def picture(self, frozen: Callable[[Any], Hashable]) -> Hashable:
+        """Return a hashable value that is equal for equal structures; of values that are no tensors it holds what ``frozen`` makes."""
+        return _picture(self.spec, frozen)
 
     def paths(self) -> list[Path]:
         """Return where each tensor sits, in flatten order."""
@@ -262,6 +266,19 @@ def _build_object(spec: _Container, tensors: Sequence[Tensor], made: dict[int, A
     for (_, name), part in zip(spec.steps, spec.parts, strict=True):
         object.__setattr__(new, name, _build(part, tensors, made))
     return new
+
+
+def _picture(spec: Any, frozen: Callable[[Any], Hashable]) -> Hashable:
+    if isinstance(spec, _Leaf):
+        return spec.index
+    if isinstance(spec, _Constant):
+        return "value", frozen(spec.value)
+    if isinstance(spec, _Seen):
+        return "seen", spec.index
+    keys: Hashable = len(spec.steps)
+    if not issubclass(spec.kind, (tuple, list, collections.deque)):
+        keys = tuple((how, frozen(key)) for how, key in spec.steps)
+    return spec.kind, spec.index, keys, frozen(spec.extra), tuple(_picture(part, frozen) for part in spec.parts)
 
 
 def _paths(spec: Any, path: Path) -> Iterator[tuple[int, Path]]:

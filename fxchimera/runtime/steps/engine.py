@@ -141,9 +141,9 @@ class Engine:
         Raises:
             PipelineError: A rank failed.
         """
-        ran = self._ran[job.train]
-        self.world.failure.taken = all(program in ran for program in job.programs)  # a stage may compile in its first job
-        always = not all(program.captured.cache for program in job.programs)
+        ran, programs = self._ran[job.train], dict.fromkeys(job.programs)
+        self.world.failure.taken = all(program in ran for program in programs)  # a stage may compile in its first job
+        always = not all(program.captured.cache for program in programs)
         with without_cache(self._model, always=always):  # as recorded; closed modules read their configuration in every forward
             torch.clear_autocast_cache()  # holds the weights of an earlier step, if the caller's region spans several
             self._prepare(job)
@@ -151,7 +151,7 @@ class Engine:
                 results = self.lanes.call(self._crew, lambda executor: executor.run(job))
             finally:
                 torch.clear_autocast_cache()
-        ran.update(job.programs)
+        ran.update(programs)
         self.world.failure.taken = True
         events = sorted((e for result in results for e in result.events), key=lambda e: (e.start, e.rank, e.end))
         return results, Timeline(f"{job.order.name} (measured)", self.placement, tuple(events))

@@ -52,6 +52,7 @@ class Preparation:
         self._loss_checked: weakref.WeakKeyDictionary[Program, set[Hashable]] = weakref.WeakKeyDictionary()
         self._outputs = OutputRows()
         self._cuts: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
+        self._mode_word, self._cut_word, self._trainable_word = _Word(), _Word(), _Word()
 
     def job(
         self,
@@ -201,11 +202,11 @@ class Preparation:
         for program in programs:
             if program not in self._cuts:
                 self._cuts[program] = _word(repr([(s.nodes, s.inputs, s.received, s.sent) for s in program.plan.stages]))
-        return _word(repr([self._cuts[program] for program in programs]))
+        return self._cut_word.of([self._cuts[program] for program in programs])
 
     def _describe(self, job: Job) -> Prepared[Job]:
         modes = [module.training for module in self._model.modules()]
-        common, signature = f"{job.loss_scale!r} {modes!r}", f"{digest(job.batch)} {job.weights!r}"
+        common, signature = self._mode_word.of((job.loss_scale, modes)), _word(f"{digest(job.batch)} {job.weights!r}")
 
         def text() -> str:
             return (
@@ -213,7 +214,7 @@ class Preparation:
             )
 
         content, cut = (sample(job.batch), self._cut(job.programs)) if self._world.num_processes > 1 else (0, 0)
-        return Prepared(job, _word(common), _word(signature), content, cut, text)
+        return Prepared(job, common, signature, content, cut, text)
 
     def _refuse_input_gradients(self, batch: Batch) -> None:
         for position, tensor in enumerate(batch.microbatches[0].inputs):
@@ -232,7 +233,7 @@ class Preparation:
 
     def _trainable(self) -> int:
         """A word that agrees on two ranks iff the same parameters are frozen on both."""
-        return _word(repr([parameter.requires_grad for parameter in self._model.parameters()]))
+        return self._trainable_word.of([parameter.requires_grad for parameter in self._model.parameters()])
 
     def _settle(self) -> int:
         """Collective: take the owners' word for which parameters are frozen; users freeze what ``pipe.parameters()`` gives them."""
@@ -242,6 +243,20 @@ class Preparation:
         for name, parameter in self._model.named_parameters():
             parameter.requires_grad_(flags.get(name, parameter.requires_grad))
         return self._trainable()
+
+
+class _Word:
+    """The word of a value of plain numbers, which is most often the same as the last time."""
+
+    def __init__(self) -> None:
+        self._value: object = None
+        self._word = 0
+
+    def of(self, value: object) -> int:
+        """Return a word that agrees on two ranks iff their values do."""
+        if value != self._value:
+            self._value, self._word = value, _word(repr(value))
+        return self._word
 
 
 def _word(text: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ _NONE = torch.iinfo(torch.int64).max
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, for what is worked out once
 class Losses:
     """The losses of all micro-batches of all pipelines, numbered pipeline by pipeline, and their weights in the batch's."""
 
@@ -31,7 +32,7 @@ class Losses:
     weights: tuple[float, ...]
     dtype: torch.dtype
 
-    @property
+    @functools.cached_property
     def total(self) -> torch.Tensor:
         """The batch's loss, in the losses' dtype."""
         return total_loss(self.losses, self.weights, self.dtype)
