@@ -215,7 +215,10 @@ def show(table: Table, args: argparse.Namespace) -> None:
         sep="; ",
     )
     best = min((row["measured_ms"] for row in table["torch"].values()), default=float("nan"))
-    print(f"{'schedule':<24}{'measured ms':>12}{'ideal':>8}{'ratio':>8}{'simulated':>11}{'ratio':>8}{'of best':>9}{'first':>8}{'cpu ms':>8}")
+    print(
+        f"{'schedule':<24}{'measured ms':>12}{'ideal':>8}{'ratio':>8}"
+        f"{'simulated':>11}{'ratio':>8}{'of best':>9}{'first':>8}{'cpu ms':>8}"
+    )
     for whose in ("ours", "torch"):
         for name, row in table[whose].items():
             measured, ideal, simulated = row["measured_ms"], row["ideal_ms"], row.get("simulated_ms", 0.0)

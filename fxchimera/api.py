@@ -120,7 +120,7 @@ def pipeline(
         optimizer_values: Numbers that the optimizer keeps for each parameter, for ``memory`` (AdamW: 2, SGD: 0 or 1).
         recompute: What a backward computes again instead of keeping it from the forward: "none", "selective" (all but products,
             convolutions and attention), "full" (what enters a group of layers is kept), or one of these for each stage.  "auto" is
-            the least that ``memory`` asks for, so none without it.  Gradients are the same to the last bit.
+            what makes a step end soonest within ``memory``, so none without it.  Gradients are the same to the last bit.
         profile: Measure the stages of a first plan on the ranks, what is in them, and messages between ranks, and plan cuts and
             order again from that; the model is recorded once.  A ``loss_fn`` that takes a target is left out, as there
             is none yet (:meth:`Pipeline.profile` has one).

@@ -16,6 +16,7 @@ from fxchimera.planner.choose import Memory, choose_cut, sizes_of
 from fxchimera.planner.joint import Joint
 from fxchimera.planner.link import Measures
 from fxchimera.planner.memory import Sizes
+from fxchimera.planner.pace import step_seconds
 from fxchimera.planner.relief import AUTO, Recompute, Relief, reliefs, understood
 from fxchimera.planner.table import Plan
 from fxchimera.schedule.mirrors import sync_edges
@@ -93,7 +94,7 @@ def draft(
         optimizer_values: numbers that the optimizer keeps for each parameter (AdamW: 2).
         agreed: makes measured costs the same on every rank.
         threads: the ranks are threads of one process, so that measured costs go with fast messages.
-        recompute: how much stages compute again in the backward; "auto" is what ``memory`` asks for.
+        recompute: how much stages compute again in the backward; "auto" is what ends soonest within ``memory``.
         device: what the model is recorded for, if not the device that it is on.
         whole: no backward can be split (stages are compiled).
         closed: names of modules that are kept whole.
@@ -162,10 +163,11 @@ def arrange(
         return _cut(captured, costs, order, places, sizes, caps, known, relief)
 
     *others, last = reliefs(recompute, captured, costs, capped=bool(caps))
+    found = []
     for relief in others:
-        with contextlib.suppress(PartitionError):
-            return arranged(relief)
-    return arranged(last)
+        with contextlib.suppress(PartitionError):  # the last has the most room
+            found.append(arranged(relief))
+    return min((*found, arranged(last)), key=lambda made: step_seconds(made.order, made.plan.costs))
 
 
 def _size(order: Order) -> tuple[int, int]:

@@ -1,5 +1,7 @@
 """How much each stage computes again in its backward instead of keeping it: as the user says, or as little as the memory asks for.
 
+Memory is saved by fewer micro-batches in flight, too, so a plan is also made without; the one whose step ends sooner counts.
+
 need of the tightest rank  > cap:  the stage and mode there that save most bytes per second of recomputation, and again
                           <= cap:  take back what turned out not to be needed
 """
@@ -43,7 +45,7 @@ def understood(recompute: Recompute) -> tuple[str, ...]:
 
 
 def reliefs(recompute: Recompute, captured: Captured, costs: NodeCosts, *, capped: bool) -> tuple[Relief | None, ...]:
-    """Return what to plan with, to be tried in order until a plan fits; None is without recomputation.
+    """Return what to plan with, that with the most room last: the plan that ends soonest counts.  None is without recomputation.
 
     Raises:
         FxChimeraError: ``recompute`` is not understood.

@@ -72,7 +72,7 @@ class Form:
         self.bytes = offset
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors in a buffer as they lie there if they are dense in row-major layout; each is one user of its memory."""
+        """Return the tensors in a buffer as they lie in it when they are row-major; each is one user of its memory."""
         ends = ((meta, place, place + meta.bytes) for meta, _, _, place in self._places)
         return [buffer[place:end].view(meta.dtype).view(meta.shape).data for meta, place, end in ends]
 

@@ -96,7 +96,7 @@ def storage_key(tensor: Tensor) -> int | None:
 
 
 def memory_is_shared(tensor: Tensor, views: int = 0) -> bool:
-    """Whether something else, be it a tensor that only autograd holds, looks at the memory of ``tensor``, beside known ``views``."""
+    """Whether anything beside so many ``views``, be it a tensor that only autograd holds, looks at the memory of ``tensor``."""
     try:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):

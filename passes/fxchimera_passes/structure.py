@@ -80,7 +80,7 @@ class Structure:
         return _build(self.spec, tensors, {})
 
     def picture(self, frozen: Callable[[Any], Hashable]) -> Hashable:
-        """Return a hashable value that is equal for equal structures; of values that are no tensors it holds what ``frozen`` makes."""
+        """Return a hashable value, equal for equal structures, that holds what ``frozen`` makes of values that are no tensors."""
         return _picture(self.spec, frozen)
 
     def paths(self) -> list[Path]:

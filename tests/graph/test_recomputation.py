@@ -15,6 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxchimera.planner.choose import Memory, choose_cut, sizes_of
+from fxchimera.planner.draft import Auto, Draft, draft
+from fxchimera.planner.pace import step_seconds
 from fxchimera.planner.relief import Relief, reliefs
 from fxchimera.planner.table import costs_of
 from fxchimera.runtime.stages.again import again_for
@@ -164,6 +166,23 @@ def test_no_more_is_recomputed_than_the_cap_asks_for(share: float) -> None:
     for stage in found:
         for mode in MODES[: MODES.index(stage.recompute)]:
             assert not fits([*found[: stage.index], again.applied(cut.stages[stage.index], mode), *found[stage.index + 1 :]])
+
+
+@pytest.mark.parametrize(("ranks", "share", "again"), [(2, 0.8, False), (2, 0.6, True), (3, 0.6, True)])
+def test_it_is_chosen_where_holding_fewer_micro_batches_takes_longer(ranks: int, share: float, again: bool) -> None:
+    """With a part of the memory that a plan without a cap needs; beside no recomputation, and all of it."""
+    example = gpt2(0.0)
+
+    def plan(recompute: str, memory: int | None) -> Draft:
+        wanted = Auto(ranks, 2 * ranks, lambda _: True)
+        return draft(example.model, example.args, example.kwargs, wanted, memory=memory, recompute=recompute)
+
+    cap = int(share * max(need.total for need in plan("none", None).plan.memory))
+    found, *others = [plan(recompute, cap) for recompute in ("auto", "none", "full")]
+    seconds, *known = [step_seconds(made.order, made.plan.costs) for made in (found, *others)]
+    assert all(need.total <= cap for need in found.plan.memory)
+    assert seconds <= 1.01 * min(known)
+    assert any(stage.recompute != "none" for stage in found.cut.stages) == again
 
 
 def test_halves_of_a_backward_know_of_it() -> None:

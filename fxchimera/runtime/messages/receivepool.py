@@ -30,7 +30,7 @@ class Buffer:
         room = np.empty(size + _ALIGN, dtype=np.uint8)
         start = -room.ctypes.data % _ALIGN
         self.bytes = room[start : start + size].data
-        self._memory = torch.from_numpy(room[start : start + size])  # a tensor's own ``numpy()`` would count as a user of its memory
+        self._memory = torch.from_numpy(room[start : start + size])  # its own ``numpy()`` would count as a user of its memory
         self._form: Form | None = None
         self._views: list[torch.Tensor] = []
         self.taken = True
