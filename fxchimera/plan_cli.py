@@ -41,7 +41,7 @@ def add_plan(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     add("--schedule", default="auto", help="auto, or chimera, 1f1b, gpipe or another (default %(default)s)")
     add("--memory", help="the most that a rank may need, for instance 24GiB; or one size for each rank, with commas")
     add("--optimizer-values", type=float, default=2.0, help="numbers the optimizer keeps a parameter (default 2, AdamW)")
-    add("--recompute", default="auto", help="none, selective, full, or one for each stage, with commas; auto: what is soonest within --memory")
+    add("--recompute", default="auto", help="none, selective, full, or one a stage, with commas; auto: the soonest within --memory")
     add("--cost", default="analytic", choices=("analytic", "measured"), help="flops and bytes, or seconds on this machine")
     add("--split-points", default="", help="modules that begin a stage, with commas, instead of the automatic cut")
     add("--input", action="append", default=[], metavar="NAME=DTYPE[SIZES]", help='replaces the batch: "ids=int64[16, 128]"')

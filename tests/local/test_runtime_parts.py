@@ -191,7 +191,7 @@ def test_received_values_may_be_written_in_place() -> None:
     assert not x.is_leaf
     assert not x._is_view()
     (x.mul_(3).relu_()[places].sum() + (y * y).sum()).backward()
-    gradient_x, gradient_y = entry.differentiable_gradients
+    gradient_x, gradient_y = entry.gradients
     assert gradient_x is not None
     assert gradient_y is not None
     assert gradient_x.tolist() == [3.0, 0.0, 3.0]
@@ -202,7 +202,7 @@ def test_a_value_nobody_uses_has_no_gradient() -> None:
     entry = Entry([torch.ones(2), torch.ones(2)], [True, True])
     x, _ = entry.enter()
     x.sum().backward()
-    assert entry.differentiable_gradients[1] is None
+    assert entry.gradients[1] is None
 
 
 def test_without_gradients_values_enter_as_they_are() -> None:

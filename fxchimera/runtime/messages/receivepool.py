@@ -24,13 +24,13 @@ _ALIGN = 64  # bytes; as in the message's own layout
 class Buffer:
     """Memory for one message, and the same as sockets want it; ``taken`` until the tensors that look at it are made."""
 
-    __slots__ = ("_form", "_memory", "_views", "bytes", "taken")
+    __slots__ = ("_form", "_views", "bytes", "memory", "taken")
 
     def __init__(self, size: int) -> None:
         room = np.empty(size + _ALIGN, dtype=np.uint8)
         start = -room.ctypes.data % _ALIGN
         self.bytes = room[start : start + size].data
-        self._memory = torch.from_numpy(room[start : start + size])  # its own ``numpy()`` would count as a user of its memory
+        self.memory = torch.from_numpy(room[start : start + size])  # its own ``numpy()`` would count as a user of its memory
         self._form: Form | None = None
         self._views: list[torch.Tensor] = []
         self.taken = True
@@ -38,7 +38,7 @@ class Buffer:
     @property
     def free(self) -> bool:
         """Whether nothing looks at it."""
-        return not self.taken and not memory_is_shared(self._memory, views=len(self._views))
+        return not self.taken and not memory_is_shared(self.memory, views=len(self._views))
 
     def unpack(self, key: Key, form: Form) -> Payload:
         """Return the tensors of the message in it; from now on it is taken as long as something looks at them.
@@ -47,7 +47,7 @@ class Buffer:
             PipelineError: It is another message.
         """
         if self._form is not form and (self._form is None or self._form.metas != form.metas):
-            self._views = form.views(self._memory)
+            self._views = form.views(self.memory)
         self._form = form
         payload = form.unpack(key, self._views, self.bytes)
         self.taken = False
