@@ -73,8 +73,7 @@ class Form:
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors in a buffer as they lie in it when they are row-major; each is one user of its memory."""
-        ends = ((meta, place, place + meta.bytes) for meta, _, _, place in self._places)
-        return [buffer[place:end].view(meta.dtype).view(meta.shape).data for meta, place, end in ends]
+        return [buffer[place : place + meta.bytes].view(meta.dtype).view(meta.shape).data for meta, _, _, place in self._places]
 
     def fill(self, key: Key, payload: Payload, views: Sequence[torch.Tensor], words: memoryview) -> None:
         """Copy tensors into a buffer, given by its ``views`` and as ``words``, each in its own dense layout (order of dimensions).

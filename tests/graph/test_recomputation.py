@@ -168,8 +168,8 @@ def test_no_more_is_recomputed_than_the_cap_asks_for(share: float) -> None:
             assert not fits([*found[: stage.index], again.applied(cut.stages[stage.index], mode), *found[stage.index + 1 :]])
 
 
-@pytest.mark.parametrize(("ranks", "share", "again"), [(2, 0.8, False), (2, 0.6, True), (3, 0.6, True)])
-def test_it_is_chosen_where_holding_fewer_micro_batches_takes_longer(ranks: int, share: float, again: bool) -> None:
+@pytest.mark.parametrize(("ranks", "share"), [(2, 0.8), (2, 0.6), (3, 0.6)])
+def test_it_is_chosen_where_holding_fewer_micro_batches_takes_longer(ranks: int, share: float) -> None:
     """With a part of the memory that a plan without a cap needs; beside no recomputation, and all of it."""
     example = gpt2(0.0)
 
@@ -179,10 +179,11 @@ def test_it_is_chosen_where_holding_fewer_micro_batches_takes_longer(ranks: int,
 
     cap = int(share * max(need.total for need in plan("none", None).plan.memory))
     found, *others = [plan(recompute, cap) for recompute in ("auto", "none", "full")]
-    seconds, *known = [step_seconds(made.order, made.plan.costs) for made in (found, *others)]
+    seconds, without, with_all = [step_seconds(made.order, made.plan.costs) for made in (found, *others)]
     assert all(need.total <= cap for need in found.plan.memory)
-    assert seconds <= 1.01 * min(known)
-    assert any(stage.recompute != "none" for stage in found.cut.stages) == again
+    assert seconds <= without
+    assert seconds <= 1.01 * with_all
+    assert any(stage.recompute != "none" for stage in found.cut.stages) == (seconds < without)
 
 
 def test_halves_of_a_backward_know_of_it() -> None:

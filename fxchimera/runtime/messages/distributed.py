@@ -200,7 +200,8 @@ class _Incoming(_End):
         try:
             if left := read_soon(self.wire, buffer.bytes):
                 with self._failure.patience(what, awaited=self._awaited) as between:
-                    between()
+                    if len(left) == len(buffer.bytes):  # nothing came in the first nap
+                        between()
                     read(self.wire, left, between)
         except OSError as error:
             raise self.broken(error).error() from error

@@ -73,7 +73,7 @@ def write(wire: socket.socket, data: memoryview, between: Callable[[], None]) ->
     while data:
         try:
             data = data[wire.send(data) :]
-        except (TimeoutError, BlockingIOError):
+        except (TimeoutError, BlockingIOError):  # by Python's limit, or by the system's
             between()
 
 
